@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: the project's addresses, from one, and README with absolute links for the package index."""
+"""What pyproject.toml cannot say: the project's addresses, from one, and README with absolute links
+for the package index."""
 
 import re
 from pathlib import Path
@@ -6,7 +7,8 @@ from pathlib import Path
 from setuptools import setup
 
 URL = "https://github.com/attnops/attnops"
-"""Where the project is published. Set it here when that changes; tests/test_packaging.py finds the other files that name it."""
+"""Where the project is published. Set it here when that changes; tests/test_packaging.py finds the
+other files that name it."""
 
 readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 readme = re.sub(r'(!\[[^]]*\]\(|src(?:set)?=")(?!https?:)', rf"\1{URL}/raw/HEAD/", readme)

@@ -58,7 +58,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names, lazy ones included."""
-    eager = ("AttnopsError", "Policy", "__version__", "attention", "merge_state", "paged_attention", "use", "varlen_attention", "write_kv")
+    eager = (
+        "AttnopsError",
+        "Policy",
+        "__version__",
+        "attention",
+        "merge_state",
+        "paged_attention",
+        "use",
+        "varlen_attention",
+        "write_kv",
+    )
     return sorted((*eager, *_LAZY, *_ROOMS, *_MODULES))
 
 

@@ -21,48 +21,120 @@ from attnops.measured.store import read_text
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     # meta-llama/Meta-Llama-3-8B
     "llama-3-8b-shape": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
     },
     # meta-llama/Llama-3.2-1B
     "llama-3.2-1b-shape": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
     },
     # Qwen/Qwen3-4B
     "qwen3-4b-shape": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000.0,
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
     # Qwen/Qwen3-30B-A3B
     "qwen3-30b-a3b-shape": {
-        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-        "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
     },
     # google/gemma-3-4b-it, its text model
     "gemma-3-4b-shape": {
-        "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 1024,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
     },
     # openai/gpt-oss-20b
     "gpt-oss-20b-shape": {
-        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "num_local_experts": 32,
-        "num_experts_per_tok": 4, "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
     },
     # deepseek-ai/DeepSeek-V3, with 4 of its 61 layers: three dense ones and one with experts
     "deepseek-v3-shape": {
-        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-        "num_hidden_layers": 4, "first_k_dense_replace": 3, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
-        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
-        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "max_position_embeddings": 4096,
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "max_position_embeddings": 4096,
     },
-}  # fmt: skip
-"""Published model shapes as configs, without weights. Sources: the models' own config.json files."""
+}
+"""Published model shapes as configs, without weights. Sources: the models' own config.json
+files."""
 
 MOST_MODULES = 2048
 
@@ -71,7 +143,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a name. Raises InvalidInput."""
-    return DTYPES[name] if name in DTYPES else fail(InvalidInput, "dtype", repr(name), " | ".join(DTYPES))
+    return (
+        DTYPES[name]
+        if name in DTYPES
+        else fail(InvalidInput, "dtype", repr(name), " | ".join(DTYPES))
+    )
 
 
 def names() -> tuple[str, ...]:
@@ -84,8 +160,8 @@ def names() -> tuple[str, ...]:
 def config_of(model: str) -> Any:
     """The transformers config of a bundled name, a config.json, or a folder that holds one.
 
-    Raises InvalidInput: no such name or file, no JSON, or a model_type that the installed transformers does not know.
-    MissingExtra: transformers is not installed.
+    Raises InvalidInput: no such name or file, no JSON, or a model_type that the installed
+    transformers does not know. MissingExtra: transformers is not installed.
     """
     require(("transformers",), "hf")
     from attnops.hf import tiny
@@ -101,8 +177,17 @@ def config_of(model: str) -> Any:
     except OSError:  # the name is too long for a file
         found = local = False
     if not found:
-        hub = f" (of the Hub: hf download {model} config.json)" if not local and re.fullmatch(r"[\w.-]+/[\w.-]+", model) else ""
-        fail(InvalidInput, "model", repr(model), f"a config.json{hub}, a folder with one, or one of {', '.join(names())}")
+        hub = (
+            f" (of the Hub: hf download {model} config.json)"
+            if not local and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
+            else ""
+        )
+        fail(
+            InvalidInput,
+            "model",
+            repr(model),
+            f"a config.json{hub}, a folder with one, or one of {', '.join(names())}",
+        )
     try:
         given = json.loads(read_text(path))
     except BadTable as error:
@@ -117,14 +202,21 @@ def _from_dict(given: Any, source: str) -> Any:
 
     kind = str(given.get("model_type")) if isinstance(given, dict) else "none"
     if kind not in CONFIG_MAPPING:
-        fail(InvalidInput, "model_type", f"{kind!r} in {source}", "one that the installed transformers knows")
+        fail(
+            InvalidInput,
+            "model_type",
+            f"{kind!r} in {source}",
+            "one that the installed transformers knows",
+        )
     _check_counts(given)
     # Quantised weights do not change the attention calls, and need packages of their own.
     given.pop("quantization_config", None)
     try:
         return CONFIG_MAPPING[kind].from_dict(given)
     except Exception as error:  # a config class raises any error on an unknown file
-        raise InvalidInput("model", f"{source} ({one_line(error)})", f"a valid config of {kind}") from error
+        raise InvalidInput(
+            "model", f"{source} ({one_line(error)})", f"a valid config of {kind}"
+        ) from error
 
 
 def _check_counts(given: dict[str, Any]) -> None:
@@ -132,21 +224,28 @@ def _check_counts(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if isinstance(value, dict):
             _check_counts(value)
-        elif isinstance(value, (int, float)) and ("layers" in name or "experts" in name) and not value <= MOST_MODULES:
+        elif (
+            isinstance(value, (int, float))
+            and ("layers" in name or "experts" in name)
+            and not value <= MOST_MODULES
+        ):
             fail(InvalidInput, name, value, f"<= {MOST_MODULES}")
 
 
 def build_fake(config: Any, dtype: torch.dtype) -> Any:
     """The decoder of `config` in evaluation mode, without memory if called under a FakeTensorMode.
 
-    A composite config gives its text model. Raises InvalidInput: transformers has no causal language model for it.
+    A composite config gives its text model. Raises InvalidInput: transformers has no causal
+    language model for it.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         config = config.get_text_config(decoder=True)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        fail(InvalidInput, "model_type", repr(config.model_type), "a decoder (AutoModelForCausalLM)")
+        fail(
+            InvalidInput, "model_type", repr(config.model_type), "a decoder (AutoModelForCausalLM)"
+        )
     # The default loop over experts reads the routing, and fake tensors hold no values.
     options = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
     return AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
@@ -154,11 +253,15 @@ def build_fake(config: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Set the loggers of transformers and its imports to ERROR: their advice is for models with weights."""
+    """Set the loggers of transformers and its imports to ERROR: their advice is for models with
+    weights."""
     # transformers sets the level of its logger at import, which therefore comes first.
     if find_spec("transformers") is not None:
         import_module("transformers.utils.logging")
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "torchao", "torch.utils._pytree"))}
+    levels = {
+        logger: logger.level
+        for logger in map(logging.getLogger, ("transformers", "torchao", "torch.utils._pytree"))
+    }
     for logger in levels:
         logger.setLevel(logging.ERROR)
     try:

@@ -1,4 +1,5 @@
-"""The versions of torch and transformers that attnops was tried with. This file does not import transformers."""
+"""The versions of torch and transformers that attnops was tried with. This file does not import
+transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +28,14 @@ def warn_if_newer(*packages: str) -> None:
     for package in packages:
         given, newest = installed(package), NEWEST[package]
         if given is not None and _is_newer(given, newest):
-            text = f"attnops: got {package} {given}, and the newest that attnops was tried with is {newest}."
-            text += " Models may run slower than with it, or wrong. Compare with `handle.verify(...)`, report"
+            text = (
+                f"attnops: got {package} {given}, and the newest that attnops was tried with "
+                f"is {newest}."
+            )
+            text += (
+                " Models may run slower than with it, or wrong. Compare with "
+                "`handle.verify(...)`, report"
+            )
             text += f" what is off, and go back with `pip install '{package}=={newest}.*'`."
             warn_once(UntriedVersion, package, text)
 

@@ -1,15 +1,18 @@
 """Calls of a patched model by the code of two checkouts, in turn: a busy host slows both alike.
 
-    python benchmarks/in_turn.py FOLDER [--model llama-3-8b-shape] [--layers 6] [--batch 1] [--rounds 60] [--out FILE]
-    python benchmarks/in_turn.py FOLDER --calls [--rounds 60] [--out FILE]
+    python benchmarks/in_turn.py FOLDER [--model llama-3-8b-shape] [--layers 6] [--batch 1]
+    [--rounds 60] [--out FILE] python benchmarks/in_turn.py FOLDER --calls [--rounds 60] [--out
+    FILE]
 
-FOLDER is a checkout of another commit; this file's own checkout is compared with it. Each has a process that holds the
-model, and in each round both measure, the one that begins changing from round to round. `generate()`: a whole call, the
-prompt included, per token. `steps`: `handle.step` over one cache, per step, and the cache is cropped afterwards. The
-logits of the very graphs are compared with exact ones before the rounds, by the bounds of `attnops bench`.
+FOLDER is a checkout of another commit; this file's own checkout is compared with it. Each has a
+process that holds the model, and in each round both measure, the one that begins changing from
+round to round. `generate()`: a whole call, the prompt included, per token. `steps`: `handle.step`
+over one cache, per step, and the cache is cropped afterwards. The logits of the very graphs are
+compared with exact ones before the rounds, by the bounds of `attnops bench`.
 
---calls: host time of one paged_attention of a decode step. `eager call` and `compiled call`: of many, without waiting for
-the device. `first call`: of the first in a process of its own, the device's work included.
+--calls: host time of one paged_attention of a decode step. `eager call` and `compiled call`: of
+many, without waiting for the device. `first call`: of the first in a process of its own, the
+device's work included.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ FEWEST = 3
 Row = dict[str, Any]
 
 
-# The process of a checkout ---------------------------------------------------------------------------------------------
+# The process of a checkout ------------------------------------------------------------------------
 
 
 def serve(asked: argparse.Namespace) -> None:
-    """Answer each line of stdin, the name of a kind, with microseconds. The first answer has the facts of a row.
+    """Answer each line of stdin, the name of a kind, with microseconds. The first answer has the
+    facts of a row.
 
     What it imports of attnops is there in both checkouts.
     """
@@ -69,9 +73,16 @@ def tokens_of(asked: argparse.Namespace, device: Any) -> tuple[Row, Callable[[st
     model = models.build(setup, asked.model, point)
     one = models.twin(model)
     handle = attnops.hf.patch(one, cache="paged", decode="piecewise" if setup.on_gpu else "hf")
-    prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((asked.context, asked.new)))
+    prompt, new = (
+        models.tokens(setup, model, point.batch, n, seed)
+        for seed, n in enumerate((asked.context, asked.new))
+    )
     # No token has the end's id, so that all calls are equally long, and the stopping test is made.
-    ends = {"pad_token_id": 0, "eos_token_id": model.config.vocab_size, "attention_mask": torch.ones_like(prompt)}
+    ends = {
+        "pad_token_id": 0,
+        "eos_token_id": model.config.vocab_size,
+        "attention_mask": torch.ones_like(prompt),
+    }
     given = {"inputs": prompt, "max_new_tokens": asked.new, "do_sample": False, **ends}
     cache = handle.new_cache(point.batch, asked.context + asked.new + 1)
     one(prompt, **argument(one, cache))
@@ -86,13 +97,18 @@ def tokens_of(asked: argparse.Namespace, device: Any) -> tuple[Row, Callable[[st
         cache.crop(-asked.new)
         return torch.cat(logits, 1)
 
-    runs: dict[str, Callable[[], Any]] = {"generate()": lambda: one.generate(**given), "steps": steps}
+    runs: dict[str, Callable[[], Any]] = {
+        "generate()": lambda: one.generate(**given),
+        "steps": steps,
+    }
     for _ in range(3):
         for run in runs.values():
             run()
     exact = models.exactly(model, prompt, new)
     # Row by row: the logits of all prompts at once are many.
-    eager = torch.cat([model(row[None]).logits[:, asked.context :] for row in torch.cat([prompt, new], 1)])
+    eager = torch.cat(
+        [model(row[None]).logits[:, asked.context :] for row in torch.cat([prompt, new], 1)]
+    )
     off = models.distance(model, eager)
     facts = {
         "code": attnops.__file__,
@@ -106,7 +122,8 @@ def tokens_of(asked: argparse.Namespace, device: Any) -> tuple[Row, Callable[[st
 
 
 def calls_of(device: Any) -> tuple[Row, Callable[[str], float]]:
-    """(the facts of a process without a model, a function that measures a kind of CALLS per call)."""
+    """(the facts of a process without a model, a function that measures a kind of CALLS per
+    call)."""
     import torch
 
     import attnops
@@ -123,7 +140,11 @@ def calls_of(device: Any) -> tuple[Row, Callable[[str], float]]:
 
     def ask(kind: str) -> float:
         if kind == "first call":
-            return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
+            return float(
+                subprocess.run(
+                    command, stdout=subprocess.PIPE, text=True, check=True
+                ).stdout.split()[-1]
+            )
         seconds(runs[kind], 20)
         return seconds(runs[kind], REPEATS, wait=False) * 1e6 / REPEATS
 
@@ -131,7 +152,8 @@ def calls_of(device: Any) -> tuple[Row, Callable[[str], float]]:
 
 
 def decode_call(device: Any) -> Any:
-    """A decode step of a Llama of 8 billion parameters, 8 requests of 1,024 tokens each; pages in random order."""
+    """A decode step of a Llama of 8 billion parameters, 8 requests of 1,024 tokens each; pages in
+    random order."""
     from attnops.ops.pages.timed import PAGED
     from attnops.ops.sweeps import decoding
     from attnops.testing.pool import Pool
@@ -145,7 +167,12 @@ def run_of(call: Any) -> Callable[[], Any]:
     import attnops
 
     names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
-    return partial(attnops.paged_attention, *(call.arguments[name] for name in names), max_seqlen_q=1, holes=False)
+    return partial(
+        attnops.paged_attention,
+        *(call.arguments[name] for name in names),
+        max_seqlen_q=1,
+        holes=False,
+    )
 
 
 def first() -> float:
@@ -211,14 +238,18 @@ def sides(folder: Path) -> Iterator[dict[str, Side]]:
             side.end()
 
 
-# Both of them ----------------------------------------------------------------------------------------------------------
+# Both of them -------------------------------------------------------------------------------------
 
 
 def rows_of(case: str, times: dict[str, list[float]], facts: dict[str, Row]) -> list[Row]:
-    """A row for each side. of_before: the median over the rounds of the ratio within a round, and its quartiles."""
+    """A row for each side. of_before: the median over the rounds of the ratio within a round, and
+    its quartiles."""
     from attnops.tune.clock import spread
 
-    rows = {way: {"case": case, "way": way, **spread(us), **facts[way], "rounds": len(us)} for way, us in times.items()}
+    rows = {
+        way: {"case": case, "way": way, **spread(us), **facts[way], "rounds": len(us)}
+        for way, us in times.items()
+    }
     ratios = [now / before for now, before in zip(times["now"], times["before"], strict=True)]
     low, middle, high = (round(ratio, 4) for ratio in statistics.quantiles(ratios, n=4))
     rows["now"] |= {"of_before": middle, "of_before_low": low, "of_before_high": high}
@@ -226,13 +257,19 @@ def rows_of(case: str, times: dict[str, list[float]], facts: dict[str, Row]) -> 
 
 
 def facts_of(way: str, side: Side) -> Row:
-    """What the process tells of itself. Ends this one where it runs other code than its checkout's, or its logits are wrong."""
+    """What the process tells of itself. Ends this one where it runs other code than its checkout's,
+    or its logits are wrong."""
     facts: Row = side.answer()
     code = facts.pop("code")
     if not Path(code).is_relative_to(side.folder):
-        raise SystemExit(f"{way}: got the code of {code}, want that of {side.folder}: is attnops found before PYTHONPATH?")
+        raise SystemExit(
+            f"{way}: got the code of {code}, want that of {side.folder}: is attnops found before "
+            "PYTHONPATH?"
+        )
     if not facts["error"] <= facts["budget"]:
-        raise SystemExit(f"{way}: got logits that are off by {facts['error']}, want {facts['budget']} at most")
+        raise SystemExit(
+            f"{way}: got logits that are off by {facts['error']}, want {facts['budget']} at most"
+        )
     return facts
 
 
@@ -263,15 +300,23 @@ def measure(asked: argparse.Namespace) -> Row:
     code = digests(candidates(Target.of(device), suite.ops, head["packages"]))
     what = "calls" if asked.calls else f"{asked.new} tokens"
     note = f"In turn with {asked.before}, {asked.rounds} rounds of {what} of each."
-    case = "paged_attention 8x1k" if asked.calls else f"{asked.model} {Point(asked.batch, asked.context)}"
+    case = (
+        "paged_attention 8x1k"
+        if asked.calls
+        else f"{asked.model} {Point(asked.batch, asked.context)}"
+    )
     rows = [row for kind in kinds for row in rows_of(f"{case}, {kind}", times[kind], facts)]
     return {**head, "suite": suite.name, "code": code, "note": note, "rows": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="a checkout of another commit")
-    parser.add_argument("--before", default="another commit", help="what the folder holds, for the note")
+    parser.add_argument(
+        "--before", default="another commit", help="what the folder holds, for the note"
+    )
     parser.add_argument("--commit", default="", help="of this checkout; asked of git if not given")
     parser.add_argument("--model", default="llama-3-8b-shape")
     parser.add_argument("--layers", type=int, default=6)
@@ -279,8 +324,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--calls", action="store_true", help="single calls instead of a model's tokens")
-    parser.add_argument("--firsts", type=int, default=15, help="rounds in which a process makes its first call")
+    parser.add_argument(
+        "--calls", action="store_true", help="single calls instead of a model's tokens"
+    )
+    parser.add_argument(
+        "--firsts", type=int, default=15, help="rounds in which a process makes its first call"
+    )
     parser.add_argument("--out", type=Path, help="a file; printed if not given")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)

@@ -1,4 +1,5 @@
-"""Which kernels have changed since a run: the digests that its results file keeps, beside those of today's code.
+"""Which kernels have changed since a run: the digests that its results file keeps, beside those of
+today's code.
 
 A file whose code was not digested when it was measured is told by git, where the commit is there.
 A tree without git does not know, and its pages say so. docs/generate.py writes what git tells into
@@ -35,7 +36,8 @@ def today() -> dict[str, str]:
 
 
 def since(data: Report, name: str, root: Path = ROOT) -> str:
-    """SAME, CHANGED or UNKNOWN: the code of the kernel `op.name` since a results file was measured."""
+    """SAME, CHANGED or UNKNOWN: the code of the kernel `op.name` since a results file was
+    measured."""
     kept = code_of(data, root)
     if kept is None:
         return UNKNOWN
@@ -62,18 +64,23 @@ def sentence(data: Report, root: Path = ROOT) -> str:
 def share(data: Report, root: Path = ROOT) -> str:
     """A cell: `3 of 40` of the kernels that a results file may have run have changed since."""
     kept = code_of(data, root)
-    return UNKNOWN if kept is None else f"{sum(map(bool, (since(data, n, root) for n in kept)))} of {len(kept)}"
+    return (
+        UNKNOWN
+        if kept is None
+        else f"{sum(map(bool, (since(data, n, root) for n in kept)))} of {len(kept)}"
+    )
 
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-# Files that were written without digests ------------------------------------------------------------------------------
+# Files that were written without digests ----------------------------------------------------------
 
 
 def code_of(data: Report, root: Path = ROOT) -> dict[str, str] | None:
-    """The digests of a results file: its own, or those of the commit that it names; None where nobody knows."""
+    """The digests of a results file: its own, or those of the commit that it names; None where
+    nobody knows."""
     if "code" in data:
         return dict(data["code"])
     commit = str(data.get("commit", ""))
@@ -117,7 +124,8 @@ def _git(root: Path, *words: str) -> subprocess.CompletedProcess[str] | None:
 
 
 def stamp(path: Path, root: Path = ROOT) -> bool:
-    """Write into a results file the digests of the commit that it names. Returns whether it was done."""
+    """Write into a results file the digests of the commit that it names. Returns whether it was
+    done."""
     text = path.read_text()
     data = json.loads(text)
     if not isinstance(data, dict) or "code" in data:

@@ -24,12 +24,16 @@ def choices_full() -> str:
     for (op, kind), rows in groupby(found, lambda row: (row["op"], row["kind"])):
         by_kernels: dict[tuple[str, ...], list[str]] = {}
         for row in rows:
-            by_kernels.setdefault(tuple(row[name] for name in kinds.TARGETS), []).append(row["case"])
+            by_kernels.setdefault(tuple(row[name] for name in kinds.TARGETS), []).append(
+                row["case"]
+            )
         for kernels, cases in by_kernels.items():
             lines.append([f"`{op}`", kind, "; ".join(cases), *(f"`{k}`" for k in kernels)])
     left = [[kind, kinds.REASONS[kind]] for kind in sorted(kinds.left(found))]
-    return "\n\n".join([
-        table(["op", "kind", "calls", *kinds.TARGETS], lines),
-        f"Left to `reference` are {len(left)} kinds:",
-        table(["kind", "why"], left),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            table(["op", "kind", "calls", *kinds.TARGETS], lines),
+            f"Left to `reference` are {len(left)} kinds:",
+            table(["kind", "why"], left),
+        ]
+    )

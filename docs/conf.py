@@ -1,4 +1,5 @@
-"""The site of these pages: `make docs` builds it with Sphinx into build/docs, without network. Warnings are errors."""
+"""The site of these pages: `make docs` builds it with Sphinx into build/docs, without network.
+Warnings are errors."""
 
 from __future__ import annotations
 
@@ -68,7 +69,10 @@ toc_object_entries_show_parents = "hide"
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", "inventories/python.inv"),
     "torch": ("https://docs.pytorch.org/docs/stable/", "inventories/torch.inv"),
-    "transformers": ("https://huggingface.co/docs/transformers/main/en/", "inventories/transformers.inv"),
+    "transformers": (
+        "https://huggingface.co/docs/transformers/main/en/",
+        "inventories/transformers.inv",
+    ),
 }
 
 # Other names under which annotations and pages speak of what has an entry.
@@ -89,7 +93,8 @@ sphinx_gallery_conf = {
     "examples_dirs": "tutorials",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",
-    # Run in one process: the kernel that the last one registers would be in the tables of the others.
+    # Run in one process: the kernel that the last one registers would be in the tables of the
+    # others.
     "within_subsection_order": ExplicitOrder(["*", "own_kernel.py"]),
     "download_all_examples": False,
     "image_scrapers": (),
@@ -106,7 +111,19 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 # Pages without pages below them have no navigation on the left.
-html_sidebars = {page: [] for page in ("index", "start", "examples", "migration", "faq", "contributing", "release", "changelog")}
+html_sidebars = {
+    page: []
+    for page in (
+        "index",
+        "start",
+        "examples",
+        "migration",
+        "faq",
+        "contributing",
+        "release",
+        "changelog",
+    )
+}
 html_theme_options: dict[str, Any] = {
     "header_links_before_dropdown": 7,
     "navigation_with_keys": False,
@@ -125,15 +142,22 @@ def project_url() -> str:
 
 
 if project_url():
-    html_theme_options["icon_links"] = [{"name": "Repository", "url": project_url(), "icon": "fa-brands fa-github"}]
+    html_theme_options["icon_links"] = [
+        {"name": "Repository", "url": project_url(), "icon": "fa-brands fa-github"}
+    ]
 
 
 # Files of the repository that a page of the site includes.
-INCLUDED = {"changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md", "examples": "examples/README.md"}
+INCLUDED = {
+    "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
+    "examples": "examples/README.md",
+}
 
 
 def place(path: str, url: str) -> str:
-    """Where a path of the repository is found on the site: the name of a page, an address, or neither (empty).
+    """Where a path of the repository is found on the site: the name of a page, an address, or
+    neither (empty).
 
     Args:
         path: relative to the root of the repository.
@@ -151,38 +175,64 @@ def place(path: str, url: str) -> str:
 
 
 class Links(SphinxTransform):
-    """Links of Markdown pages work on a git host and on the site: a link to a file that is no page leads to the repository.
+    """Links of Markdown pages work on a git host and on the site: a link to a file that is no page
+    leads to the repository.
 
-    A name in code, such as `attnops.patch` or `torch.compile`, becomes a link to its entry if it has one.
+    A name in code, such as `attnops.patch` or `torch.compile`, becomes a link to its entry if it
+    has one.
     """
 
     default_priority = 5
 
     def apply(self, **kwargs: Any) -> None:
-        for node in list(self.document.findall(lambda n: isinstance(n, addnodes.pending_xref | addnodes.download_reference))):
-            if node.get("reftype") == "myst" and not (node.get("refdomain") == "doc" and node["reftarget"] in self.env.found_docs):
+        for node in list(
+            self.document.findall(
+                lambda n: isinstance(n, addnodes.pending_xref | addnodes.download_reference)
+            )
+        ):
+            if node.get("reftype") == "myst" and not (
+                node.get("refdomain") == "doc" and node["reftarget"] in self.env.found_docs
+            ):
                 self.follow(node)
         for literal in list(self.document.findall(nodes.literal)):
             name = literal.astext().removesuffix("()")
             linked = isinstance(literal.parent, nodes.reference | addnodes.pending_xref)
             if not linked and re.fullmatch(r"(attnops|torch|transformers|F)(\.\w+)+", name):
-                link = addnodes.pending_xref("", refdomain="py", reftype="obj", reftarget=ALIASES.get(name, name), refexplicit=True)
+                link = addnodes.pending_xref(
+                    "",
+                    refdomain="py",
+                    reftype="obj",
+                    reftarget=ALIASES.get(name, name),
+                    refexplicit=True,
+                )
                 link["refdoc"] = self.env.docname
                 literal.replace_self(link)
                 link += literal
 
     def follow(self, node: nodes.Element) -> None:
-        """Turns a link to a file or folder into one to its place. In a page that includes a file, links lead on from that file."""
+        """Turns a link to a file or folder into one to its place. In a page that includes a file,
+        links lead on from that file."""
         target, _, anchor = node["reftarget"].partition("#")
         page = self.env.docname
-        folder = (ROOT / INCLUDED[page] if page in INCLUDED else Path(self.env.doc2path(page))).parent
+        folder = (
+            ROOT / INCLUDED[page] if page in INCLUDED else Path(self.env.doc2path(page))
+        ).parent
         # MyST makes the name of a page of a path that ends with `.md`.
-        path = Path(self.env.srcdir, target + ".md") if node.get("refdomain") == "doc" else folder / target
+        path = (
+            Path(self.env.srcdir, target + ".md")
+            if node.get("refdomain") == "doc"
+            else folder / target
+        )
         if not target or not path.exists():
             return
         to = place(os.path.relpath(path, ROOT), project_url())
         if to in self.env.found_docs:
-            given = {"refdoc": self.env.docname, "reftype": "myst", "refdomain": "doc", "reftargetid": anchor or node.get("reftargetid")}
+            given = {
+                "refdoc": self.env.docname,
+                "reftype": "myst",
+                "refdomain": "doc",
+                "reftargetid": anchor or node.get("reftargetid"),
+            }
             link: nodes.Element = addnodes.pending_xref("", refexplicit=True, reftarget=to, **given)
         else:
             link = nodes.reference("", "", refuri=to) if to else nodes.inline()
@@ -190,8 +240,11 @@ class Links(SphinxTransform):
         node.replace_self(link)
 
 
-def public(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Element) -> nodes.Element | None:
-    """The entry of a class under its public name. Intersphinx looks for those of other projects, under the name set here."""
+def public(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Element
+) -> nodes.Element | None:
+    """The entry of a class under its public name. Intersphinx looks for those of other projects,
+    under the name set here."""
     target = node.get("reftarget")
     alias = node["reftarget"] = ALIASES.get(target, target)
     if alias == target or not alias.startswith("attnops."):
@@ -200,31 +253,46 @@ def public(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text
     return python.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], alias, node, text)
 
 
-def plain(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Element) -> nodes.Element | None:
+def plain(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Element
+) -> nodes.Element | None:
     """Code in single backquotes that names no entry of the API is code."""
     return text if node.get("reftype") == "obj" else None
 
 
-def fields_as_arguments(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Sentences `field: meaning` in the docstring of a dataclass become the list of its arguments."""
+def fields_as_arguments(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Sentences `field: meaning` in the docstring of a dataclass become the list of its
+    arguments."""
     if not dataclasses.is_dataclass(obj) or not isinstance(obj, type) or "Args:" in lines:
         return
     known = "|".join(field.name for field in dataclasses.fields(obj))
-    section = next((n for n, line in enumerate(lines) if re.fullmatch(r"(Raises|Returns):", line)), len(lines))
+    section = next(
+        (n for n, line in enumerate(lines) if re.fullmatch(r"(Raises|Returns):", line)), len(lines)
+    )
     field = rf"(?:^|(?<=[.;?\"\])] ))((?:{known})(?:, (?:{known}))*): "
     text: list[str] = []
     items: list[str] = []
     for paragraph in "\n".join(lines[:section]).split("\n\n"):
         first, *found = re.split(field, " ".join(map(str.strip, paragraph.splitlines())))
         text += [*(paragraph.splitlines() if not found else [first.strip()]), ""]
-        items += [f"    {name}: {meaning.strip()}" for name, meaning in zip(found[::2], found[1::2], strict=True)]
+        items += [
+            f"    {name}: {meaning.strip()}"
+            for name, meaning in zip(found[::2], found[1::2], strict=True)
+        ]
     if items:
         lines[:section] = [*text, "Args:", *items, ""]
 
 
-def indented_code(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def indented_code(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Indented paragraphs of a docstring, above its sections, are code, as they are in Markdown."""
-    end = next((n for n, line in enumerate(lines) if re.fullmatch(r"(Args|Returns|Raises):", line)), len(lines))
+    end = next(
+        (n for n, line in enumerate(lines) if re.fullmatch(r"(Args|Returns|Raises):", line)),
+        len(lines),
+    )
     for n in reversed(range(2, end)):
         if lines[n].startswith("    ") and not lines[n - 1] and not lines[n - 2].startswith("    "):
             lines[n:n] = [".. code-block:: python", ""]

@@ -1,11 +1,13 @@
-"""Writes the generated parts of README.md and docs/*.md: tables of kernels, ops, errors and results, and what commands print.
-The pictures of docs/plots are drawn from the same results. A results file without digests of the code that it measured is
-given them first, where git has its commit (docs/changed.py).
+"""Writes the generated parts of README.md and docs/*.md: tables of kernels, ops, errors and
+results, and what commands print. The pictures of docs/plots are drawn from the same results. A
+results file without digests of the code that it measured is given them first, where git has its
+commit (docs/changed.py).
 
     python docs/generate.py            write what is stale
     python docs/generate.py --check    write nothing; exit 1 and name what is stale
 
-A generated part is between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; the text around it is written by hand.
+A generated part is between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; the text around it is
+written by hand.
 """
 
 from __future__ import annotations
@@ -37,8 +39,24 @@ from census import census_full  # noqa: E402, a file of this folder
 from changed import CHANGED, SAME, UNKNOWN, stamp_all  # noqa: E402
 from choices import choices_full, decided, kinds  # noqa: E402
 from linears import linears_full  # noqa: E402
-from performance import costs, performance_full, performance_short, picture, pictures_full, stale_plots  # noqa: E402, a file of this folder
-from results import compared, devices, hardware, hardware_text, renewed, results_full, results_short, table  # noqa: E402
+from performance import (  # noqa: E402
+    costs,
+    performance_full,
+    performance_short,
+    picture,
+    pictures_full,
+    stale_plots,
+)
+from results import (  # noqa: E402
+    compared,
+    devices,
+    hardware,
+    hardware_text,
+    renewed,
+    results_full,
+    results_short,
+    table,
+)
 
 README_EXPLAIN = ("llama-3-8b-shape", "--target", "h200", "--cache", "hf", "--phase", "decode")
 EXPLAIN_LINES = 8
@@ -60,20 +78,26 @@ def by_results() -> dict[str, dict[str, str]]:
 
 
 def ran(found: Support) -> dict[str, str]:
-    """The targets on which the kernel was compared with its reference: a CPU by `make test`, a GPU by committed results, each with
-    what became of the code that ran there."""
+    """The targets on which the kernel was compared with its reference: a CPU by `make test`, a GPU
+    by committed results, each with what became of the code that ran there."""
     name = f"{found.kernel.op}.{found.kernel.name}"
     return {**({"cpu": SAME} if "cpu" in found.runs else {}), **by_results()[name]}
 
 
 SINCE = {SAME: "", CHANGED: " (changed since)", UNKNOWN: " (unknown whether changed since)"}
 MARKS = {SAME: "", CHANGED: "\\*", UNKNOWN: "?"}
-MARKED = {CHANGED: "\\*: its code has changed since it ran on a GPU", UNKNOWN: "?: unknown whether its code has changed since"}
+MARKED = {
+    CHANGED: "\\*: its code has changed since it ran on a GPU",
+    UNKNOWN: "?: unknown whether its code has changed since",
+}
 
 
 def met(found: Support) -> str:
     """`cpu, sm90 (changed since)`."""
-    return ", ".join(f"{target}{SINCE[state]}" for target, state in ran(found).items()) or "**never run on hardware**"
+    return (
+        ", ".join(f"{target}{SINCE[state]}" for target, state in ran(found).items())
+        or "**never run on hardware**"
+    )
 
 
 def packages(found: Support) -> str:
@@ -85,7 +109,10 @@ def kernels_full() -> str:
     for op in ops_of_kernels():
         features = [f.name for f in columns(op)]
         if not features:
-            kernels = "; ".join(f"`{s.kernel.name}`: {', '.join(s.runs)} (has run on {met(s)})" for s in supports(op))
+            kernels = "; ".join(
+                f"`{s.kernel.name}`: {', '.join(s.runs)} (has run on {met(s)})"
+                for s in supports(op)
+            )
             plain.append([f"`{op}`", OPS[op].about, kernels])
             continue
         head = ["kernel", *TARGETS, "has run on", *features, "packages", "about"]
@@ -93,13 +120,26 @@ def kernels_full() -> str:
         for s in supports(op):
             machine = ["yes" if t in s.runs else "-" for t in TARGETS]
             machine.append(met(s))
-            rows.append([f"`{s.kernel.name}`", *machine, *(where(s.takes[f], s.runs) for f in features), packages(s), s.kernel.about])
+            rows.append(
+                [
+                    f"`{s.kernel.name}`",
+                    *machine,
+                    *(where(s.takes[f], s.runs) for f in features),
+                    packages(s),
+                    s.kernel.about,
+                ]
+            )
         parts.append(f"## {op}\n\n{capitalised(OPS[op].about)}\n\n{table(head, rows)}")
     parts.append(f"## The other ops\n\n{table(['op', 'what', 'kernels'], plain)}")
     return "\n\n".join(parts)
 
 
-MACHINES = {"cpu": "CPU", "sm80": "A100 (sm80)", "sm90": "H100, H200 (sm90)", "sm100": "B200 (sm100)"}
+MACHINES = {
+    "cpu": "CPU",
+    "sm80": "A100 (sm80)",
+    "sm90": "H100, H200 (sm90)",
+    "sm100": "B200 (sm100)",
+}
 
 
 OWN = ("torch", "triton")
@@ -107,16 +147,25 @@ OWN = ("torch", "triton")
 
 
 def backends() -> str:
-    """One row of README a package and answer of its kernels of attention: did they run there, or never."""
+    """One row of README a package and answer of its kernels of attention: did they run there, or
+    never."""
     answers: dict[tuple[str, str], dict[str, set[bool]]] = {}
     since: dict[str, str] = {}
     for op in ops_of_kernels():
         for s in supports(op) if "attention" in op and not op.startswith("plan_") else ():
-            package = "` or `".join(each.module for each in s.kernel.packages[0].each) if s.kernel.packages else "torch"
+            package = (
+                "` or `".join(each.module for each in s.kernel.packages[0].each)
+                if s.kernel.packages
+                else "torch"
+            )
             for target in s.runs:
-                answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(target in ran(s))
+                answers.setdefault((package, s.kernel.name), {}).setdefault(target, set()).add(
+                    target in ran(s)
+                )
             states = (since.get(s.kernel.name, SAME), *ran(s).values())
-            since[s.kernel.name] = next(state for state in (UNKNOWN, CHANGED, SAME) if state in states)
+            since[s.kernel.name] = next(
+                state for state in (UNKNOWN, CHANGED, SAME) if state in states
+            )
     words = {(): "-", (True,): "ran", (False,): "**never run**", (False, True): "**ran in part**"}
     rows: dict[tuple[str, ...], list[str]] = {}
     for (package, name), found in answers.items():
@@ -124,12 +173,14 @@ def backends() -> str:
         rows.setdefault((package, *cells), []).append(f"`{name}`{MARKS[since[name]]}")
     lines = [
         [f"`{package}`", ", ".join(names), *found]
-        for (package, *found), names in sorted(rows.items(), key=lambda row: (row[0][0] not in OWN, row))
+        for (package, *found), names in sorted(
+            rows.items(), key=lambda row: (row[0][0] not in OWN, row)
+        )
     ]
     return (
-        f"{table(['package', 'kernels', *(MACHINES[target] for target in TARGETS)], lines)}\n\nRan on: {', '.join(devices())}, and a CPU."
-        + "".join(f" {MARKED[state]}." for state in MARKED if state in since.values())
-    )
+        f"{table(['package', 'kernels', *(MACHINES[target] for target in TARGETS)], lines)}"
+        f"\n\nRan on: {', '.join(devices())}, and a CPU."
+    ) + "".join(f" {MARKED[state]}." for state in MARKED if state in since.values())
 
 
 def capitalised(text: str) -> str:
@@ -142,15 +193,23 @@ def ops_full() -> str:
 
 def _op(op: Op) -> str:
     function = getattr(attnops.ops, op.name, None)
-    about = " ".join(inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].split()) if function else "Called by autograd."
-    wrapped = textwrap.fill(str(op.packet.default._schema), 118, subsequent_indent="    ", break_long_words=False)
+    about = (
+        " ".join(inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].split())
+        if function
+        else "Called by autograd."
+    )
+    wrapped = textwrap.fill(
+        str(op.packet.default._schema), 118, subsequent_indent="    ", break_long_words=False
+    )
     writes = [a.name for a in op.spec.args if a.written]
     return "\n".join(
         [
             f"## {op.name}\n\n{capitalised(op.about)}\n{about}\n\n```text\n{wrapped}\n```\n",
-            table(["argument", "is", "dtypes", "default"], [_argument(a) for a in op.spec.args]) + "\n",
+            table(["argument", "is", "dtypes", "default"], [_argument(a) for a in op.spec.args])
+            + "\n",
             f"- writes: {', '.join(f'`{w}`' for w in writes) or 'nothing'}",
-            f"- gradient: {'yes' if op.autograd else 'none; a call that asks for one raises `NoGradient`'}",
+            "- gradient: "
+            f"{'yes' if op.autograd else 'none; a call that asks for one raises `NoGradient`'}",
             f"- kernels: {', '.join(f'`{k}`' for k in kernels_of(op.name))}",
             *_entry(op.name),
         ]
@@ -165,7 +224,8 @@ def _entry(op: str) -> list[str]:
 
 
 def _argument(a: Arg) -> list[str]:
-    """The cells of an argument of a record: layout of a tensor, or type and bound of a value; dtypes; default."""
+    """The cells of an argument of a record: layout of a tensor, or type and bound of a value;
+    dtypes; default."""
     default = "required" if a.default is REQUIRED else f"`{a.default!r}`"
     if not a.tensor:
         least = "" if a.least is None else f" >= {a.least:g}"
@@ -188,9 +248,18 @@ def errors_full() -> str:
 
 
 def _subclasses(base: type) -> Iterator[type]:
-    for module in ("attnops.cli.explain", "attnops.hf", "attnops.nn", "attnops.cache", "attnops.testing"):
+    for module in (
+        "attnops.cli.explain",
+        "attnops.hf",
+        "attnops.nn",
+        "attnops.cache",
+        "attnops.testing",
+    ):
         importlib.import_module(module)
-    for error in sorted(base.__subclasses__(), key=lambda e: (e.__module__ != base.__module__, inspect.getsourcelines(e)[1])):
+    for error in sorted(
+        base.__subclasses__(),
+        key=lambda e: (e.__module__ != base.__module__, inspect.getsourcelines(e)[1]),
+    ):
         if error.__module__.startswith("attnops"):
             yield error
             yield from _subclasses(error)
@@ -198,11 +267,17 @@ def _subclasses(base: type) -> Iterator[type]:
 
 def _fields(error: type) -> list[str]:
     """The attributes that `__init__` sets, its own or an inherited one's."""
-    owner = next((c for c in error.__mro__ if "__init__" in vars(c) and issubclass(c, AttnopsError)), None)
+    owner = next(
+        (c for c in error.__mro__ if "__init__" in vars(c) and issubclass(c, AttnopsError)), None
+    )
     if owner is None:
         return []
     body = ast.parse(textwrap.dedent(inspect.getsource(owner.__init__)))
-    return [n.attr for n in ast.walk(body) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    return [
+        n.attr
+        for n in ast.walk(body)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+    ]
 
 
 def explain_output() -> str:
@@ -215,18 +290,24 @@ def explain_output() -> str:
     model, _, target, _, cache, _, phase = README_EXPLAIN
     out = io.StringIO()
     for name, explanation in explain_model(model, target=target, cache=cache, phase=phase).items():
-        tables.show_explanation(explanation, Console(file=out, width=tables.PIPE_COLUMNS), heading=f"{model}, {name}")
+        tables.show_explanation(
+            explanation, Console(file=out, width=tables.PIPE_COLUMNS), heading=f"{model}, {name}"
+        )
     _, _, call = out.getvalue().partition("attention\n")
     answers = call[call.index("\nkernel ") :].splitlines()[1 : EXPLAIN_LINES + 2]
     shown = [line.rstrip() for line in answers if not line.startswith("─")]
-    return "\n".join(["```text", f"$ attnops explain {' '.join(README_EXPLAIN)}", *shown, "...", "```"])
+    return "\n".join(
+        ["```text", f"$ attnops explain {' '.join(README_EXPLAIN)}", *shown, "...", "```"]
+    )
 
 
 def graph_output() -> str:
     """Runs the first Python block of docs/explain.md that compiles."""
     from attnops.cli.demo import kernel_lines
 
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "explain.md").read_text(), re.M | re.S)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "explain.md").read_text(), re.M | re.S
+    )
     exec(next(code for code in blocks if "torch.compile(model)" in code), {})
     lines = [line + (f"  x{count}" if count > 1 else "") for line, count in kernel_lines().items()]
     return "```text\n" + "\n".join(lines) + "\n```"
@@ -246,11 +327,16 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/graphs.md": {"costs": costs},
     "docs/linear.md": {"linears": linears_full},
     "docs/results.md": {"summary": results_short, "results": results_full},
-    "docs/performance.md": {"summary": performance_short, "pictures": pictures_full, "performance": performance_full},
+    "docs/performance.md": {
+        "summary": performance_short,
+        "pictures": pictures_full,
+        "performance": performance_full,
+    },
     "docs/index.md": {"picture": front_picture},
     "README.md": {"picture": picture, "explain": explain_output, "backends": backends},
 }
-# Left out of --check, because it compiles; tests/test_docs.py compares it with what the page's block compiles to.
+# Left out of --check, because it compiles; tests/test_docs.py compares it with what the page's
+# block compiles to.
 SLOW = ("graph",)
 
 
@@ -277,7 +363,12 @@ def stale(check: bool) -> Iterator[str]:
                     text = (ROOT / name).read_text()
                     (ROOT / name).write_text(text.replace(begin + now, begin + new))
     if HARDWARE.is_relative_to(ROOT):
-        yield from renewed(HARDWARE, hardware_text(hardware(f"{kernel.op}.{kernel.name}" for kernel in all_kernels())), ROOT, check)
+        yield from renewed(
+            HARDWARE,
+            hardware_text(hardware(f"{kernel.op}.{kernel.name}" for kernel in all_kernels())),
+            ROOT,
+            check,
+        )
     yield from renewed(kinds.FILE, kinds.text(decided()), ROOT, check)
     yield from stale_plots(ROOT, check)
 

@@ -1,4 +1,5 @@
-"""The generated parts that `attnops bench` fills: tables and pictures of the results files that have rows, one folder a machine."""
+"""The generated parts that `attnops bench` fills: tables and pictures of the results files that
+have rows, one folder a machine."""
 
 from __future__ import annotations
 
@@ -9,27 +10,50 @@ from typing import Any
 
 from changed import sentence, share
 from linears import shown
-from pictures import COMPILED, EAGER, NAMES, OURS, PICTURES, Report, Reports, Row, layers, ms, named, speed, spoken, tokens_of, whole_models
+from pictures import (
+    COMPILED,
+    EAGER,
+    NAMES,
+    OURS,
+    PICTURES,
+    Report,
+    Reports,
+    Row,
+    layers,
+    ms,
+    named,
+    speed,
+    spoken,
+    tokens_of,
+    whole_models,
+)
 from results import ROOT, machines, renewed, stamp, table
 
 from attnops.bench.engines import ENGINES
 from attnops.bench.rows import Rows, further as rest
 from attnops.bench.run import SUITES
 
-NONE = "No results are committed yet: `attnops bench --out benchmarks/results/<machine>` writes them."
+NONE = (
+    "No results are committed yet: `attnops bench --out benchmarks/results/<machine>` writes them."
+)
 PLOTS = Path("docs") / "plots"
 
 
 def measured(root: Path) -> Iterator[tuple[str, Reports]]:
     """(machine, its reports by suite in the order of the suites), of machines that have any."""
     for name, files in machines(root):
-        shown = {s.name: files[s.stem] for s in SUITES if isinstance(files.get(s.stem, {}).get("rows"), list)}
+        shown = {
+            s.name: files[s.stem]
+            for s in SUITES
+            if isinstance(files.get(s.stem, {}).get("rows"), list)
+        }
         if shown:
             yield name, shown
 
 
 def pictures(root: Path) -> Iterator[tuple[str, Path, str]]:
-    """(machine, file, SVG) of every picture that the results of a GPU ask for; on a CPU there is little to see."""
+    """(machine, file, SVG) of every picture that the results of a GPU ask for; on a CPU there is
+    little to see."""
     for machine, reports in measured(root):
         for name, draw in PICTURES.items() if machine != "cpu" else ():
             if svg := draw(reports):
@@ -54,43 +78,69 @@ def stale_plots(root: Path, check: bool) -> Iterator[str]:
 
 def picture(root: Path = ROOT) -> str:
     """README's picture with its caption: `tokens` of the first machine that has it."""
-    drawn = {machine: (path, svg) for machine, path, svg in pictures(root) if path.stem == f"{machine}-tokens"}
+    drawn = {
+        machine: (path, svg)
+        for machine, path, svg in pictures(root)
+        if path.stem == f"{machine}-tokens"
+    }
     for machine, reports in measured(root):
         if machine in drawn:
             path, svg = drawn[machine]
-            return f"![{title(svg)}]({path})\n\n{tokens_table(reports)}\n\n{caption(machine, reports)}"
+            return (
+                f"![{title(svg)}]({path})\n\n{tokens_table(reports)}\n\n{caption(machine, reports)}"
+            )
     return NONE
 
 
 def tokens_table(reports: Reports) -> str:
-    """The figures of README's picture, and the first call of a process where it was measured. An engine's has its imports in it."""
+    """The figures of README's picture, and the first call of a process where it was measured. An
+    engine's has its imports in it."""
     suite, cases = tokens_of(reports)
-    calls = (row for row in reports[suite]["rows"] if ", first call" in row["case"] and row["way"] not in ENGINES)
+    calls = (
+        row
+        for row in reports[suite]["rows"]
+        if ", first call" in row["case"] and row["way"] not in ENGINES
+    )
     first = {row["way"]: f"{row['first_s']:.1f}" for row in calls if "first_s" in row}
     rows = []
     for name in dict.fromkeys(name for ways in cases.values() for name in ways):
         some = next(ways[name] for ways in cases.values() if name in ways)
         times = (f"{ms(ways[name]):.1f}" if name in ways else "-" for ways in cases.values())
         rows.append([named(name, some), *times, first.get(some["way"], "-")])
-    return table(["ms a token", *(spoken(case, {}).partition(", ")[2] for case in cases), "first call of a process, s"], rows)
+    return table(
+        [
+            "ms a token",
+            *(spoken(case, {}).partition(", ")[2] for case in cases),
+            "first call of a process, s",
+        ],
+        rows,
+    )
 
 
 def caption(machine: str, reports: Reports) -> str:
     """The run that README's picture shows, its file, and the alternatives that it lacks."""
     suite, cases = tokens_of(reports)
-    device, date, commit = (str(reports[suite].get(name, "?")) for name in ("device", "date", "commit"))
+    device, date, commit = (
+        str(reports[suite].get(name, "?")) for name in ("device", "date", "commit")
+    )
     what = {"generate": "Calls of `generate()`", "decode": "Decode steps"}[suite]
     links = f"[figures](benchmarks/results/{machine}/{suite}.json), [method](docs/performance.md)"
     run = f"{what} on one {device}, {date}, commit {commit[:10]}: {links}."
     lacks = [name for name in NAMES if not any(name in ways for ways in cases.values())]
-    engines = {named(name, row): row["how"] for ways in cases.values() for name, row in ways.items() if "how" in row}
+    engines = {
+        named(name, row): row["how"]
+        for ways in cases.values()
+        for name, row in ways.items()
+        if "how" in row
+    }
     timed = "".join(f" {name}: {how}." for name, how in engines.items())
     run += timed + (f" Not in that run: {', '.join(lacks)}." if lacks else "")
     return f"{run} {sentence(reports[suite])}."
 
 
 def costs(root: Path = ROOT) -> str:
-    """The suite `cliffs` of the first GPU that has it: seconds that each change costs, by the way that steps run."""
+    """The suite `cliffs` of the first GPU that has it: seconds that each change costs, by the way
+    that steps run."""
     for machine, reports in measured(root):
         if machine != "cpu" and (report := reports.get("cliffs")) is not None:
             ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
@@ -98,15 +148,25 @@ def costs(root: Path = ROOT) -> str:
             for row in report["rows"]:
                 cost = f"{max(row['cost_s'], 0.0):.2f}" if "cost_s" in row else "-"
                 changes.setdefault(str(row["case"]).split(", ", 1)[1], {})[row["way"]] = cost
-            rows = [[change, *(cells.get(way, "-") for way in ways)] for change, cells in changes.items()]
+            rows = [
+                [change, *(cells.get(way, "-") for way in ways)]
+                for change, cells in changes.items()
+            ]
             head = ["seconds that a change costs", *(f"`{way}`" for way in ways)]
-            return f"{source(report)}, [cliffs.json](../benchmarks/results/{machine}/cliffs.json).\n\n{table(head, rows)}"
+            return (
+                f"{source(report)}, "
+                f"[cliffs.json](../benchmarks/results/{machine}"
+                f"/cliffs.json).\n\n{table(head, rows)}"
+            )
     return NONE
 
 
 def pictures_full(root: Path = ROOT) -> str:
     """All pictures."""
-    return "\n\n".join(f"![{title(svg)}](plots/{path.name})" for _, path, svg in pictures(root)) or NONE
+    return (
+        "\n\n".join(f"![{title(svg)}](plots/{path.name})" for _, path, svg in pictures(root))
+        or NONE
+    )
 
 
 def performance_full(root: Path = ROOT) -> str:
@@ -119,19 +179,25 @@ def performance_full(root: Path = ROOT) -> str:
             if suite.name not in reports:
                 continue
             report = reports[suite.name]
-            run, file = source(report), f"[{suite.stem}.json](../benchmarks/results/{machine}/{suite.stem}.json)"
+            run, file = (
+                source(report),
+                f"[{suite.stem}.json](../benchmarks/results/{machine}/{suite.stem}.json)",
+            )
             said = f"`{command(report)}`, {file}. {'The same run' if run == before else run}."
             parts.append(f"### {suite.name}: {suite.about}\n\n{said}\n\n{rows(report)}")
             before = run
             if out := {**report.get("left_out", {}), **report.get("failed", {})}:
-                parts.append("Left out: " + "; ".join(f"{name} ({why})" for name, why in out.items()) + ".")
+                parts.append(
+                    "Left out: " + "; ".join(f"{name} ({why})" for name, why in out.items()) + "."
+                )
             for stem, other in further(root, machine, suite.stem):
                 parts.append(f"Another run ({stem}.json): {source(other)}.\n\n{rows(other)}")
     return "\n\n".join(parts) or NONE
 
 
 def source(report: Report) -> str:
-    """The machine, the software, the commit and the ceilings of a run, and which kernels have changed since."""
+    """The machine, the software, the commit and the ceilings of a run, and which kernels have
+    changed since."""
     ceilings = ", ".join(f"{value:g} {name}" for name, value in words(report).items())
     run = stamp(report) + (f". Ceilings of that run: {ceilings}" if ceilings else "")
     return f"{run}. {sentence(report)}"
@@ -140,23 +206,40 @@ def source(report: Report) -> str:
 def command(report: Report) -> str:
     """The command that measures the figures of a report again."""
     gpus = f" --gpus {report['gpus']}" if report.get("gpus", 1) > 1 else ""
-    engines = "".join(f" --engine {way}=PYTHON" for way in dict.fromkeys(row["way"] for row in report["rows"]) if way in ENGINES)
-    return f"attnops bench {report['suite']}{' --quick' * (report.get('size') == 'quick')}{gpus}{engines} --out results"
+    engines = "".join(
+        f" --engine {way}=PYTHON"
+        for way in dict.fromkeys(row["way"] for row in report["rows"])
+        if way in ENGINES
+    )
+    return (
+        "attnops bench "
+        f"{report['suite']}{' --quick' * (report.get('size') == 'quick')}{gpus}{engines} "
+        "--out results"
+    )
 
 
 def further(root: Path, machine: str, stem: str) -> list[tuple[str, Report]]:
-    """Other runs of a suite, e.g. decode_tuned.json beside decode.json: compared figures are in one file."""
+    """Other runs of a suite, e.g. decode_tuned.json beside decode.json: compared figures are in one
+    file."""
     files = dict(machines(root))[machine]
-    return [(name, data) for name, data in files.items() if name.startswith(f"{stem}_") and isinstance(data.get("rows"), list)]
+    return [
+        (name, data)
+        for name, data in files.items()
+        if name.startswith(f"{stem}_") and isinstance(data.get("rows"), list)
+    ]
 
 
 def words(report: Report) -> dict[str, float]:
-    names = {"bandwidth_tb_s": "TB/s of a pass over memory", "matmul_tflop_s": "TFLOP/s of a matrix product"}
+    names = {
+        "bandwidth_tb_s": "TB/s of a pass over memory",
+        "matmul_tflop_s": "TFLOP/s of a matrix product",
+    }
     return {names.get(name, name): value for name, value in report.get("ceilings", {}).items()}
 
 
 def rows(report: Report) -> str:
-    """The rows; a wrong result has no time and says why. Rows of counts, which have no time either, are a table of their own."""
+    """The rows; a wrong result has no time and says why. Rows of counts, which have no time either,
+    are a table of their own."""
     report = shown(report) if report.get("suite") == "linear" else report
     timed = [row for row in report["rows"] if "median_us" in row or "wrong" in row]
     counts = [row for row in report["rows"] if row not in timed]
@@ -164,18 +247,37 @@ def rows(report: Report) -> str:
     for row in timed:
         us = "-" if "median_us" not in row else f"{row['median_us']:,.1f}"
         us += f" ± {row['spread_us']:,.1f}" if "spread_us" in row else ""
-        share = f"{100 * row['error'] / row['budget']:.0f}%" if row.get("budget") and "error" in row else "-"
-        out.append([row["case"], f"`{row['way']}`", row.get("wrong", us), share, *(cell(row.get(name)) for name in more)])
+        share = (
+            f"{100 * row['error'] / row['budget']:.0f}%"
+            if row.get("budget") and "error" in row
+            else "-"
+        )
+        out.append(
+            [
+                row["case"],
+                f"`{row['way']}`",
+                row.get("wrong", us),
+                share,
+                *(cell(row.get(name)) for name in more),
+            ]
+        )
     tables = [table(["case", "way", "us", "error, of the budget", *more], out)] if timed else []
     if counts:
-        found = [[row["case"], f"`{row['way']}`", *(cell(row.get(name)) for name in names(counts))] for row in counts]
+        found = [
+            [row["case"], f"`{row['way']}`", *(cell(row.get(name)) for name in names(counts))]
+            for row in counts
+        ]
         tables.append(table(["case", "way", *names(counts)], found))
     return "\n\n".join(tables)
 
 
 def names(some: Rows) -> list[str]:
     """The figures that not all rows of all suites have, in order of appearance."""
-    return list(dict.fromkeys(name for row in some for name, value in rest(row).items() if not isinstance(value, dict)))
+    return list(
+        dict.fromkeys(
+            name for row in some for name, value in rest(row).items() if not isinstance(value, dict)
+        )
+    )
 
 
 def cell(value: Any) -> str:
@@ -192,14 +294,33 @@ def performance_short(root: Path = ROOT) -> str:
         for suite in ("generate", "decode", "prefill")
         for case, ways in whole_models(reports.get(suite, {})).items()
     ]
-    names = [name for name in NAMES if name in (EAGER, COMPILED) or any(name in ways for *_, ways in found)]
+    names = [
+        name
+        for name in NAMES
+        if name in (EAGER, COMPILED) or any(name in ways for *_, ways in found)
+    ]
     out = []
     for machine, reports, suite, case, ways in found:
         ours = f"{time(ways[OURS])} (`{ways[OURS]['way']}`)"
         others = [time(ways.get(name)) for name in names]
         report = reports[suite]
-        out.append([machine, f"{suite} {case}{layers(ways[OURS])}", *others, ours, f"{speed(ways):.2f}x", share(report)])
-    head = ["machine", "what", *(f"{name}, ms" for name in names), "attnops, ms", "speed, of the fastest other"]
+        out.append(
+            [
+                machine,
+                f"{suite} {case}{layers(ways[OURS])}",
+                *others,
+                ours,
+                f"{speed(ways):.2f}x",
+                share(report),
+            ]
+        )
+    head = [
+        "machine",
+        "what",
+        *(f"{name}, ms" for name in names),
+        "attnops, ms",
+        "speed, of the fastest other",
+    ]
     head.append("kernels changed since")
     return table(head, out) if out else NONE
 

@@ -1,4 +1,5 @@
-"""The generated parts that show measured figures: tables of the files under benchmarks/results, one folder a machine."""
+"""The generated parts that show measured figures: tables of the files under benchmarks/results, one
+folder a machine."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def renewed(path: Path, text: str, root: Path, check: bool) -> Iterator[str]:
 
 @cache
 def _read(path: Path, changed: int) -> Any:
-    """The file as it was when it last changed, read once: the tables ask for every machine a thousand times. No reader writes to it."""
+    """The file as it was when it last changed, read once: the tables ask for every machine a
+    thousand times. No reader writes to it."""
     try:
         return json.loads(path.read_text())
     except ValueError:
@@ -47,35 +49,53 @@ def _read(path: Path, changed: int) -> Any:
 
 
 def machines(root: Path) -> Iterator[tuple[str, dict[str, Report]]]:
-    """(folder name, its files by stem), the machines in order of name, GPUs first. A file that is no JSON object is left out."""
-    folders = [f for f in (root / "benchmarks" / "results").glob("*") if f.is_dir() and f.name != "local"]
+    """(folder name, its files by stem), the machines in order of name, GPUs first. A file that is
+    no JSON object is left out."""
+    folders = [
+        f for f in (root / "benchmarks" / "results").glob("*") if f.is_dir() and f.name != "local"
+    ]
     for folder in sorted(folders, key=lambda f: (f.name == "cpu", f.name)):
-        files = {path.stem: _read(path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.json"))}
+        files = {
+            path.stem: _read(path, path.stat().st_mtime_ns)
+            for path in sorted(folder.glob("*.json"))
+        }
         if found := {stem: data for stem, data in files.items() if isinstance(data, dict)}:
             yield folder.name, found
 
 
 def stamp(data: Report) -> str:
     """The device, the software and the commit of the figures."""
-    device, torch, date, commit = (str(data.get(n, "?")) for n in ("device", "torch", "date", "commit"))
+    device, torch, date, commit = (
+        str(data.get(n, "?")) for n in ("device", "torch", "date", "commit")
+    )
     device += f", {data['gpus']} side by side" if data.get("gpus", 1) > 1 else ""
     device += f", {data['threads']} threads" if "threads" in data else ""
-    return ", ".join([device, f"torch {torch}", *data.get("packages", []), date, f"commit {commit[:10]}"])
+    return ", ".join(
+        [device, f"torch {torch}", *data.get("packages", []), date, f"commit {commit[:10]}"]
+    )
 
 
 def hardware(kernels: Iterable[str], root: Path = ROOT) -> dict[str, list[str]]:
-    """The targets on which each `op.kernel` was compared with its reference, by the results that are committed; without those of none."""
+    """The targets on which each `op.kernel` was compared with its reference, by the results that
+    are committed; without those of none."""
     return {name: sorted(targets) for name, targets in compared(kernels, root).items() if targets}
 
 
 def compared(kernels: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, str]]:
-    """As `hardware`, with what became of the kernel's code on each target: SAME if one of the results is of today's."""
+    """As `hardware`, with what became of the kernel's code on each target: SAME if one of the
+    results is of today's."""
     found: dict[str, dict[str, str]] = {name: {} for name in sorted(kernels)}
     for data in reports_of_all(root):
         target = data.get("target") or TARGETS.get(str(data.get("device")))
-        for name in (name for name, figures in numerics(data) if figures["cases"] and target and name in found):
+        for name in (
+            name
+            for name, figures in numerics(data)
+            if figures["cases"] and target and name in found
+        ):
             states = since(data, name, root), found[name].get(target, CHANGED)
-            found[name][target] = next(state for state in (SAME, UNKNOWN, CHANGED) if state in states)
+            found[name][target] = next(
+                state for state in (SAME, UNKNOWN, CHANGED) if state in states
+            )
     return found
 
 
@@ -101,7 +121,13 @@ def devices(root: Path = ROOT) -> list[str]:
 
 def hardware_text(found: dict[str, list[str]]) -> str:
     """The file attnops/measured/hardware.json."""
-    return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(targets)}" for name, targets in found.items()) + "\n}\n"
+    return (
+        "{\n"
+        + ",\n".join(
+            f"  {json.dumps(name)}: {json.dumps(targets)}" for name, targets in found.items()
+        )
+        + "\n}\n"
+    )
 
 
 def left(figures: Report) -> int:
@@ -113,7 +139,11 @@ def spread(figures: Report | None) -> str:
     """Cases that ran, and those that were left out or refused."""
     if figures is None:
         return "-"
-    more = [f"{count:,} {what}" for count, what in ((left(figures), "left out"), (figures["refused"], "refused")) if count]
+    more = [
+        f"{count:,} {what}"
+        for count, what in ((left(figures), "left out"), (figures["refused"], "refused"))
+        if count
+    ]
     return f"{figures['cases']:,}" + (f" ({', '.join(more)})" if more else "")
 
 
@@ -122,31 +152,60 @@ def percent(share: float) -> str:
 
 
 def proven(data: Report) -> str:
-    """The findings of the GPU tests, kernel by kernel; kernels that take no case there are listed below the table."""
+    """The findings of the GPU tests, kernel by kernel; kernels that take no case there are listed
+    below the table."""
     rows, idle = [], []
     for name, n in sorted(data.get("numerics", {}).items()):
         if not n["cases"]:
             idle.append(name)
             continue
         large = data.get("numerics_at_size", {}).get(name)
-        wrong = "-" if large is None else f"{large['wrong']}, {percent(large['worst_share_of_budget'])}"
+        wrong = (
+            "-" if large is None else f"{large['wrong']}, {percent(large['worst_share_of_budget'])}"
+        )
         counts = (str(data.get(part, {}).get(name, "-")) for part in ("opcheck", "replay"))
-        shown = [spread(n), str(n["wrong"]), percent(n["worst_share_of_budget"]), spread(large), wrong, *counts]
+        shown = [
+            spread(n),
+            str(n["wrong"]),
+            percent(n["worst_share_of_budget"]),
+            spread(large),
+            wrong,
+            *counts,
+        ]
         rows.append([f"`{name}`", *shown, since(data, name) or "same"])
     if not rows and (seen := data.get("distributed")):
-        return table(["two GPUs against one", "found"], [[name, text] for name, text in sorted(seen.items())])
-    head = ["kernel", "cases ran", "wrong", "worst error, of the budget", "at size", "wrong, worst", "opcheck calls"]
+        return table(
+            ["two GPUs against one", "found"], [[name, text] for name, text in sorted(seen.items())]
+        )
+    head = [
+        "kernel",
+        "cases ran",
+        "wrong",
+        "worst error, of the budget",
+        "at size",
+        "wrong, worst",
+        "opcheck calls",
+    ]
     text = table([*head, "captured, changed, replayed", "code since"], rows)
     figures = [f for _, f in numerics(data)]
     ran, out = sum(f["cases"] for f in figures), sum(map(left, figures))
     text += f"\n\nOf the cases that these kernels take {ran:,} ran and {out:,} were left out"
     text += f": {why_left(data)}." if out else "."
     said = {
-        "Tests of this run": ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(data.get("tests", {}).items()) if count),
+        "Tests of this run": ", ".join(
+            f"{count:,} {outcome}"
+            for outcome, count in sorted(data.get("tests", {}).items())
+            if count
+        ),
         "Tests that failed in this run": listed(data.get("failed_tests", ())),
-        "Skipped": "; ".join(f"{len(names)} because {brief(why)}" for why, names in sorted(data.get("skipped_tests", {}).items())),
+        "Skipped": "; ".join(
+            f"{len(names)} because {brief(why)}"
+            for why, names in sorted(data.get("skipped_tests", {}).items())
+        ),
         "Not run": listed(data.get("not_run", ())),
-        "Processes of this run that were ended before all their tests were": listed(data.get("unfinished", ())),
+        "Processes of this run that were ended before all their tests were": listed(
+            data.get("unfinished", ())
+        ),
         "No case of the grid runs there": listed(idle),
     }
     return text + "".join(f"\n\n{what}: {which}." for what, which in said.items() if which)
@@ -178,10 +237,15 @@ def direct(data: Report) -> str:
                 continue
             more = ratio = "-"
             if against := found.get("against", {}).get(name):
-                more, ratio = f"{against['more_device_kernels']:+d}", f"{against['ratio']:.3f} of `{against['direct']}`"
+                more, ratio = (
+                    f"{against['more_device_kernels']:+d}",
+                    f"{against['ratio']:.3f} of `{against['direct']}`",
+                )
             count = len(found.get("device_kernels", {}).get(name, []))
             rate = f"{figures['rate']:.4g} {found['unit']}"
-            rows.append([case, f"`{name}`", f"{figures['median_us']:.1f}", rate, ratio, f"{count} ({more})"])
+            rows.append(
+                [case, f"`{name}`", f"{figures['median_us']:.1f}", rate, ratio, f"{count} ({more})"]
+            )
     text = table(["case", "call", "us", "rate", "time, as a share", "device kernels (more)"], rows)
     return text + ("\n\nLeft out: " + "; ".join(sorted(left_out)) + "." if left_out else "")
 
@@ -196,9 +260,28 @@ def regret(data: Report) -> str:
     """How much slower the automatic choice is than the best."""
     rows = []
     for name, f in {**data["families"], "all": data["all"]}.items():
-        rows.append([name, str(f["calls"]), *(cell(f.get(way)) for way in WAYS), f"{f['automatic']['best_chosen']} of {f['calls']}"])
-    text = table(["calls", "how many", *(f"{what}, mean / worst" for what in WAYS.values()), "the best was chosen"], rows)
-    return text + ("\n\nTimed at that commit; chosen later, by the table that ships." if data.get("again") else "")
+        rows.append(
+            [
+                name,
+                str(f["calls"]),
+                *(cell(f.get(way)) for way in WAYS),
+                f"{f['automatic']['best_chosen']} of {f['calls']}",
+            ]
+        )
+    text = table(
+        [
+            "calls",
+            "how many",
+            *(f"{what}, mean / worst" for what in WAYS.values()),
+            "the best was chosen",
+        ],
+        rows,
+    )
+    return text + (
+        "\n\nTimed at that commit; chosen later, by the table that ships."
+        if data.get("again")
+        else ""
+    )
 
 
 def data_kernels(data: Report) -> str:
@@ -219,37 +302,84 @@ def data_kernels(data: Report) -> str:
 def sanitizer(data: Report) -> str:
     """The findings of compute-sanitizer in our own kernels."""
     head = ["tool", "cases", "errors", "seconds"]
-    return table(head, [[t, *(str(data[t][n]) for n in head[1:])] for t in ("memcheck", "racecheck") if t in data])
+    return table(
+        head,
+        [[t, *(str(data[t][n]) for n in head[1:])] for t in ("memcheck", "racecheck") if t in data],
+    )
 
 
 def mla(data: Report) -> str:
-    """A decode step of DeepSeek-V3's attention layer, float8 latents, and the form that new tokens over a prefix take."""
+    """A decode step of DeepSeek-V3's attention layer, float8 latents, and the form that new tokens
+    over a prefix take."""
     rows = []
     for case, f in data["layer"].items():
         us = f["us"]
-        shown = [f"{us[n]['median_us']:.0f}" if n in us else "-" for n in ("layer", "kernel", "hf_eager", "hf_compiled")]
+        shown = [
+            f"{us[n]['median_us']:.0f}" if n in us else "-"
+            for n in ("layer", "kernel", "hf_eager", "hf_compiled")
+        ]
         direct = f"{f['kernel_over_best_direct']:.3f}" if "kernel_over_best_direct" in f else "-"
         floors = [f"{f[n]:.2f}" for n in ("kernel_over_floor", "layer_over_floor")]
         rows.append([case, *shown, direct, *floors, percent(f["glue_share"])])
-    head = ["decode step, us", "layer", "kernel", "transformers", "transformers compiled", "kernel over the vendors' own fastest"]
+    head = [
+        "decode step, us",
+        "layer",
+        "kernel",
+        "transformers",
+        "transformers compiled",
+        "kernel over the vendors' own fastest",
+    ]
     steps = table([*head, "kernel over floor", "layer over floor", "glue"], rows)
-    float8 = table(["layer over pages of", "latents, queries", "us", "relative error"], [
-        [case, name, f"{us:.0f}", f"{100 * f['off_by'][name]:.2f}%"] for case, f in data["float8"].items() for name, us in f["us"].items()
-    ])  # fmt: skip
-    forms = table(["prefix", "new tokens a request", "absorbed, us", "expanded, us", "chosen", "over the faster one"], [
-        [case, new, *(f"{f['us'][n]:.0f}" for n in ("absorbed", "expanded")), f["chosen"], f"{f['regret_percent']:.0f}%"]
-        for case, by_new in data["forms"].items() for new, f in sorted(by_new.items(), key=lambda item: int(item[0]))
-    ])  # fmt: skip
+    float8 = table(
+        ["layer over pages of", "latents, queries", "us", "relative error"],
+        [
+            [case, name, f"{us:.0f}", f"{100 * f['off_by'][name]:.2f}%"]
+            for case, f in data["float8"].items()
+            for name, us in f["us"].items()
+        ],
+    )
+    forms = table(
+        [
+            "prefix",
+            "new tokens a request",
+            "absorbed, us",
+            "expanded, us",
+            "chosen",
+            "over the faster one",
+        ],
+        [
+            [
+                case,
+                new,
+                *(f"{f['us'][n]:.0f}" for n in ("absorbed", "expanded")),
+                f["chosen"],
+                f"{f['regret_percent']:.0f}%",
+            ]
+            for case, by_new in data["forms"].items()
+            for new, f in sorted(by_new.items(), key=lambda item: int(item[0]))
+        ],
+    )
     moved, product = (data["ceilings"][n] for n in ("bandwidth_tb_s", "matrix_tflop_s"))
-    floor = f"The floor is that of {moved:.2f} TB/s and {product:.0f} TFLOP/s, the most that was seen in the same run."
+    floor = (
+        f"The floor is that of {moved:.2f} TB/s and {product:.0f} TFLOP/s, the most that was "
+        "seen in the same run."
+    )
     return "\n\n".join([steps, float8, forms, floor])
 
 
-WAYS = {"automatic": "measured times", "by_estimates": "estimates alone", "by_powers_of_two": "sizes known to a power of two"}
+WAYS = {
+    "automatic": "measured times",
+    "by_estimates": "estimates alone",
+    "by_powers_of_two": "sizes known to a power of two",
+}
 
 
 def cell(f: Report | None) -> str:
-    return "-" if not f or f.get("mean_percent") is None else f"{f['mean_percent']:.1f}% / {f['worst_percent']:.0f}%"
+    return (
+        "-"
+        if not f or f.get("mean_percent") is None
+        else f"{f['mean_percent']:.1f}% / {f['worst_percent']:.0f}%"
+    )
 
 
 PARTS: dict[str, tuple[str, Callable[[Report], str]]] = {
@@ -266,13 +396,21 @@ def results_full(root: Path = ROOT) -> str:
     """Every committed figure."""
     parts = []
     for _, files in machines(root):
-        shown = {s: files[s] for part in PARTS for s in files if s.partition("-")[0] == part and not isinstance(files[s].get("rows"), list)}
+        shown = {
+            s: files[s]
+            for part in PARTS
+            for s in files
+            if s.partition("-")[0] == part and not isinstance(files[s].get("rows"), list)
+        }
         if shown:
             parts.append(f"## {next(iter(shown.values())).get('device', 'unknown device')}")
         for stem, data in shown.items():
             part, _, what = stem.partition("-")
             title, make = PARTS[part]
-            parts.append(f"### {title}{f': {what}' if what else ''}\n\n{stamp(data)}. {sentence(data, root)}.\n\n{_made(make, data)}")
+            parts.append(
+                f"### {title}{f': {what}' if what else ''}\n\n{stamp(data)}. "
+                f"{sentence(data, root)}.\n\n{_made(make, data)}"
+            )
     return "\n\n".join(parts) or NONE
 
 
@@ -291,8 +429,18 @@ def results_short(root: Path = ROOT) -> str:
             rows += _rows(files)
         except (KeyError, TypeError):
             rows.append([name, *["a file of another form"] * 6])
-    over = ("automatic over the vendors' fastest call", "automatic over the best kernel, mean / worst")
-    head = ["machine", "kernels right, of those that ran", "cases ran / left out", *over, "eager call", "kernels changed since"]
+    over = (
+        "automatic over the vendors' fastest call",
+        "automatic over the best kernel, mean / worst",
+    )
+    head = [
+        "machine",
+        "kernels right, of those that ran",
+        "cases ran / left out",
+        *over,
+        "eager call",
+        "kernels changed since",
+    ]
     return table(head, rows) if rows else NONE
 
 
@@ -309,34 +457,67 @@ def _rows(files: dict[str, Report]) -> list[Cells]:
     cases = f"{sum(f['cases'] for f in figures):,} / {sum(map(left, figures)):,}" if ran else "-"
     timed = files.get("kernel_times", {"rows": []})["rows"]
     vendors, kernels = (_automatic_over(timed, ours) for ours in (False, True))
-    times = f"{vendors[0]:.2f} to {vendors[-1]:.2f}, median {statistics.median(vendors):.2f} of {len(vendors)} calls" if vendors else "-"
-    over = f"{100 * sum(kernels) / len(kernels) - 100:.1f}% / {100 * kernels[-1] - 100:.0f}% of {len(kernels)} calls" if kernels else "-"
+    times = (
+        (
+            f"{vendors[0]:.2f} to {vendors[-1]:.2f}, median {statistics.median(vendors):.2f} of "
+            f"{len(vendors)} calls"
+        )
+        if vendors
+        else "-"
+    )
+    over = (
+        (
+            f"{100 * sum(kernels) / len(kernels) - 100:.1f}% / {100 * kernels[-1] - 100:.0f}% of "
+            f"{len(kernels)} calls"
+        )
+        if kernels
+        else "-"
+    )
     rows = files.get("overhead", {}).get("rows", ())
-    cost = next((f"{r['median_us']:.1f} us" for r in rows if r["way"] == "function" and r["case"].startswith("eager")), "-")
-    # The larger grid says more: the suite `regret` has many calls that the suite `kernels` does not time.
+    cost = next(
+        (
+            f"{r['median_us']:.1f} us"
+            for r in rows
+            if r["way"] == "function" and r["case"].startswith("eager")
+        ),
+        "-",
+    )
+    # The larger grid says more: the suite `regret` has many calls that the suite `kernels` does not
+    # time.
     choices = files.get("regret", {})
     chosen = [row for row in choices.get("rows", ()) if "us" in row]
     every = next(summary("all", chosen)) if chosen else choices.get("all", {}).get("automatic")
     if every and (count := len(chosen) or choices["all"]["calls"]) > len(kernels):
         over = f"{cell(every)} of {count} calls"
     found = [right, cases, times, over, cost, changed(files)]
-    device = next((files[s].get("device", "?") for s in ("kernels", "kernel_times", "overhead") if s in files), None)
+    device = next(
+        (
+            files[s].get("device", "?")
+            for s in ("kernels", "kernel_times", "overhead")
+            if s in files
+        ),
+        None,
+    )
     return [] if device is None or {*found} == {"-"} else [[str(device), *found]]
 
 
 def changed(files: dict[str, Report]) -> str:
-    """A cell: how many of the kernels that the GPU tests ran have other code now than in each of their results."""
+    """A cell: how many of the kernels that the GPU tests ran have other code now than in each of
+    their results."""
     best: dict[str, str] = {}
     for report in reports(files):
         for name in (name for name, n in report.get("numerics", {}).items() if n["cases"]):
-            best[name] = min(best.get(name, UNKNOWN), since(report, name), key=(SAME, CHANGED, UNKNOWN).index)
+            best[name] = min(
+                best.get(name, UNKNOWN), since(report, name), key=(SAME, CHANGED, UNKNOWN).index
+            )
     if UNKNOWN in best.values():
         return UNKNOWN
     return f"{sum(map(bool, best.values()))} of {len(best)}" if best else "-"
 
 
 def _automatic_over(rows: Iterable[Report], ours: bool) -> list[float]:
-    """The time of what was chosen over that of the fastest of our kernels, or of the vendors' calls, for each case with both, in order."""
+    """The time of what was chosen over that of the fastest of our kernels, or of the vendors'
+    calls, for each case with both, in order."""
     chosen, fastest = dict[str, float](), defaultdict[str, float](lambda: float("inf"))
     for row in rows:
         case, way, us = row["case"], row["way"], row.get("median_us")

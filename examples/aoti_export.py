@@ -1,4 +1,5 @@
-"""Export a model with AOTInductor: one file with the chosen kernels, which another process loads and runs without the model's code.
+"""Export a model with AOTInductor: one file with the chosen kernels, which another process loads
+and runs without the model's code.
 
 python examples/aoti_export.py              a temporary file
 python examples/aoti_export.py model.pt2    a file that stays
@@ -26,7 +27,9 @@ with torch.no_grad():
 def export(model: nn.Module, given: Tensor, path: str) -> None:
     """Write the package of a model to a file `.pt2`."""
     with torch.no_grad():
-        torch._inductor.aoti_compile_and_package(torch.export.export(model, (given,)), package_path=path)
+        torch._inductor.aoti_compile_and_package(
+            torch.export.export(model, (given,)), package_path=path
+        )
 
 
 def run_elsewhere(path: str, given: Tensor) -> Tensor:
@@ -44,11 +47,19 @@ def main(path: str) -> None:
     given = torch.randn(2, 12, 64)
     export(model, given, path)
     with zipfile.ZipFile(path) as archive:
-        code = "".join(archive.read(name).decode(errors="ignore") for name in archive.namelist() if name.endswith((".json", ".cpp")))
-    # The kernel of the soft cap is called by its name. That of the plain layer is lowered in place, to torch's own call.
+        code = "".join(
+            archive.read(name).decode(errors="ignore")
+            for name in archive.namelist()
+            if name.endswith((".json", ".cpp"))
+        )
+    # The kernel of the soft cap is called by its name. That of the plain layer is lowered in place,
+    # to torch's own call.
     assert "attnops::attention.reference" in code and "attnops::attention.sdpa" not in code
     assert "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu" in code
-    print("in the file: attnops::attention.reference, called by name, and attention.sdpa, lowered in place")
+    print(
+        "in the file: attnops::attention.reference, called by name, and attention.sdpa, lowered "
+        "in place"
+    )
     with torch.no_grad():
         torch.testing.assert_close(run_elsewhere(path, given), model(given))
     print("another process gives what the model gives")

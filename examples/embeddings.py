@@ -1,4 +1,5 @@
-"""Embed texts of different lengths without padding: packed into one row, they get the embeddings that a padded batch gives.
+"""Embed texts of different lengths without padding: packed into one row, they get the embeddings
+that a padded batch gives.
 
 python examples/embeddings.py                             a tiny BERT with random weights
 python examples/embeddings.py --model path/or/hub/name    any model of sentence-transformers
@@ -27,12 +28,16 @@ TEXTS = [
 
 
 def tiny_model() -> SentenceTransformer:
-    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *sorted(set(" ".join(TEXTS).split()))])}
+    words = {
+        word: i for i, word in enumerate(["[PAD]", "[UNK]", *sorted(set(" ".join(TEXTS).split()))])
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     with tempfile.TemporaryDirectory() as folder:
         tiny.model("bert").bert.save_pretrained(folder)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+        ).save_pretrained(folder)
         return SentenceTransformer(modules=[Transformer(folder), Pooling(64, pooling_mode="mean")])
 
 
@@ -43,13 +48,18 @@ def main() -> None:
     model: Any = SentenceTransformer(options.model) if options.model else tiny_model()
 
     def embed(how: str) -> torch.Tensor:
-        print(f"{how}: {model.preprocess(TEXTS)['input_ids'].numel()} tokens for {len(TEXTS)} texts")
+        print(
+            f"{how}: {model.preprocess(TEXTS)['input_ids'].numel()} tokens for {len(TEXTS)} texts"
+        )
         return model.encode(TEXTS, convert_to_tensor=True)
 
     padded = embed("padded")
     attnops.patch(model)
     packed = embed("packed")
-    print(f"smallest cosine of a text's two embeddings: {torch.cosine_similarity(padded, packed).min():.4f}")
+    print(
+        "smallest cosine of a text's two embeddings: "
+        f"{torch.cosine_similarity(padded, packed).min():.4f}"
+    )
     torch.testing.assert_close(packed, padded, rtol=1e-2, atol=1e-3)
 
 

@@ -1,4 +1,5 @@
-"""Generate with a patched Hugging Face model: the report, the check against eager attention, and the same tokens as before.
+"""Generate with a patched Hugging Face model: the report, the check against eager attention, and
+the same tokens as before.
 
 python examples/generate.py                             a tiny Llama with random weights
 python examples/generate.py --model path/or/hub/name    any causal language model of transformers
@@ -21,16 +22,24 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto") if options.model else tiny.model("llama")
+    model = (
+        AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+        if options.model
+        else tiny.model("llama")
+    )
     model = model.to(device)
-    prompt = torch.randint(3, model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0)).to(device)
+    prompt = torch.randint(
+        3, model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0)
+    ).to(device)
 
     def generate() -> tuple[torch.Tensor, float]:
         """(new tokens, seconds) of the second call; the first one compiles and captures."""
         asked = {"max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False}
         for _ in range(2):
             start = time.perf_counter()
-            tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **asked)[:, 12:].tolist()
+            tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **asked)[
+                :, 12:
+            ].tolist()
         return torch.tensor(tokens), time.perf_counter() - start
 
     before, seconds_before = generate()

@@ -20,15 +20,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto") if options.model else tiny.model("llama")
+    base = (
+        AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+        if options.model
+        else tiny.model("llama")
+    )
     base = base.to("cuda" if torch.cuda.is_available() else "cpu")
 
     attnops.patch(base)  # before or after get_peft_model
-    model = get_peft_model(base, LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        base,
+        LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )
     trained, everything = model.get_nb_trainable_parameters()
     print(f"{trained} of {everything} parameters are trained")
 
-    text = torch.randint(3, base.config.vocab_size, (1, 24), device=base.device)  # to be learnt by heart
+    text = torch.randint(
+        3, base.config.vocab_size, (1, 24), device=base.device
+    )  # to be learnt by heart
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model.train()
     losses = []
@@ -41,7 +50,11 @@ def main() -> None:
     print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} after {options.steps} steps")
     assert losses[-1] < 0.7 * losses[0], "the loss did not fall"
 
-    asked = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(text[:, :8])}
+    asked = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(text[:, :8]),
+    }
     model.eval()
     adapted = model.generate(input_ids=text[:, :8], **asked)
     merged = model.merge_and_unload()  # the patch stays with the model

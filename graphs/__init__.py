@@ -1,4 +1,5 @@
-"""CUDA graphs of whole steps, split at calls that may not be captured: `piecewise` with a compiler, `breakable` without."""
+"""CUDA graphs of whole steps, split at calls that may not be captured: `piecewise` with a compiler,
+`breakable` without."""
 
 from .buckets import Bucket as Bucket, Buckets as Buckets
 from .cuda_graphs import CudaGraphs as CudaGraphs, Device as Device, Graph as Graph

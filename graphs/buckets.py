@@ -10,8 +10,9 @@ from ..core.errors import BatchTooLarge, fail
 from ..core.record import need
 
 Kind = Literal["decode", "verify", "mixed"]
-"""decode: every request brings at most one token. verify: every request brings at most a few, a number that is fixed at capture, e.g. the
-drafts of a speculative step. mixed: any other batch, of prefill or of both."""
+"""decode: every request brings at most one token. verify: every request brings at most a few, a
+number that is fixed at capture, e.g. the drafts of a speculative step. mixed: any other batch, of
+prefill or of both."""
 
 
 def need_word(name: str, got: str, words: object) -> None:
@@ -26,7 +27,8 @@ Padding = Literal["absent", "null"]
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One captured size: `tokens` rows of every tensor by token, `requests` rows of the page table."""
+    """One captured size: `tokens` rows of every tensor by token, `requests` rows of the page
+    table."""
 
     tokens: int
     requests: int
@@ -35,15 +37,26 @@ class Bucket:
     @property
     def queries(self) -> int:
         """The most tokens of one request, `max_seqlen_q` of the captured batch."""
-        return self.tokens // self.requests if self.kind == "verify" else 1 if self.kind == "decode" else self.tokens
+        return (
+            self.tokens // self.requests
+            if self.kind == "verify"
+            else 1
+            if self.kind == "decode"
+            else self.tokens
+        )
 
     @property
     def trace(self) -> str:
-        """The trace that serves this bucket, by its kind and, for verify steps, the queries, which select kernels."""
+        """The trace that serves this bucket, by its kind and, for verify steps, the queries, which
+        select kernels."""
         return f"verify {self.queries}" if self.kind == "verify" else self.kind
 
     def __str__(self) -> str:
-        return f"mixed {self.tokens} tokens x{self.requests}" if self.kind == "mixed" else f"{self.trace} x{self.requests}"
+        return (
+            f"mixed {self.tokens} tokens x{self.requests}"
+            if self.kind == "mixed"
+            else f"{self.trace} x{self.requests}"
+        )
 
 
 def decode_sizes(most: int) -> tuple[int, ...]:
@@ -52,7 +65,8 @@ def decode_sizes(most: int) -> tuple[int, ...]:
 
 
 def token_sizes(most: int) -> tuple[int, ...]:
-    """From 16 on, eight sizes per power of two, at least 16 apart, up to and including `most`: about an eighth is padding at most."""
+    """From 16 on, eight sizes per power of two, at least 16 apart, up to and including `most`:
+    about an eighth is padding at most."""
     sizes, at = [], 16
     while at < most:
         sizes.append(at)
@@ -71,15 +85,21 @@ class Buckets:
     decode: requests of decode batches.
     tokens: new tokens of mixed batches; `()`: mixed batches are not captured.
     requests: page table rows in mixed buckets; 0: as many as the largest decode bucket.
-    verify: the most tokens of a request in verify batches, each captured for the requests of `decode`. A batch runs in the smallest
+    verify: the most tokens of a request in verify batches, each captured for the requests of
+    `decode`. A batch runs in the smallest
         bucket that holds its longest request; a batch of more requests runs as a mixed one.
-    over: for a batch over the largest bucket, "raise" BatchTooLarge, or run it "eager", which the report counts.
-    padding: padding rows of decode buckets. "absent": rows of length 0, neither read nor written; batches have
-        `padded=True`. "null": requests of one token that is not stored and reads the null page 0; batches keep `padded=False`, which
-        saves some kernels a launch. Verify buckets always use "absent", because a request may bring fewer tokens.
+    over: for a batch over the largest bucket, "raise" BatchTooLarge, or run it "eager", which the
+    report counts.
+    padding: padding rows of decode buckets. "absent": rows of length 0, neither read nor written;
+    batches have
+        `padded=True`. "null": requests of one token that is not stored and reads the null page 0;
+            batches keep `padded=False`, which
+        saves some kernels a launch. Verify buckets always use "absent", because a request may bring
+        fewer tokens.
 
     Raises:
-        InvalidInput: sizes that are not ascending ints >= 1 (`verify`: 2), an unknown word, or `verify` without `decode`.
+        InvalidInput: sizes that are not ascending ints >= 1 (`verify`: 2), an unknown word, or
+            `verify` without `decode`.
     """
 
     decode: tuple[int, ...] = ()
@@ -93,20 +113,41 @@ class Buckets:
     def __post_init__(self) -> None:
         for name, least in (("decode", 1), ("tokens", 1), ("verify", 2)):
             sizes = getattr(self, name)
-            right = all(type(s) is int and s >= least for s in sizes) and list(sizes) == sorted(set(sizes))
+            right = all(type(s) is int and s >= least for s in sizes) and list(sizes) == sorted(
+                set(sizes)
+            )
             need(right, name, sizes, f"ascending ints >= {least}")
         need_word("over", self.over, Over)
         need_word("padding", self.padding, Padding)
         need(bool(self.decode or self.tokens), "decode, tokens", "no size", "at least one bucket")
-        need(bool(self.decode or not self.verify), "verify", self.verify, "() without decode: verify buckets take their requests from it")
-        need(type(self.requests) is int and self.requests >= 0, "requests", self.requests, "an int >= 0")
+        need(
+            bool(self.decode or not self.verify),
+            "verify",
+            self.verify,
+            "() without decode: verify buckets take their requests from it",
+        )
+        need(
+            type(self.requests) is int and self.requests >= 0,
+            "requests",
+            self.requests,
+            "an int >= 0",
+        )
 
     @classmethod
     def up_to(
-        cls, requests: int = 0, tokens: int = 0, *, over: Over = "raise", padding: Padding = "absent", verify: tuple[int, ...] = ()
+        cls,
+        requests: int = 0,
+        tokens: int = 0,
+        *,
+        over: Over = "raise",
+        padding: Padding = "absent",
+        verify: tuple[int, ...] = (),
     ) -> Buckets:
-        """The default sizes up to so many requests in decode batches and new tokens in mixed ones; 0: no bucket of that kind."""
-        return cls(decode_sizes(requests), token_sizes(tokens), requests, over, padding, verify=verify)
+        """The default sizes up to so many requests in decode batches and new tokens in mixed ones;
+        0: no bucket of that kind."""
+        return cls(
+            decode_sizes(requests), token_sizes(tokens), requests, over, padding, verify=verify
+        )
 
     @property
     def rows(self) -> int:
@@ -117,15 +158,23 @@ class Buckets:
     def _captured(self) -> tuple[Bucket, ...]:
         """All buckets, dropped ones included, in the order of search."""
         verify = (Bucket(n * queries, n, "verify") for queries in self.verify for n in self.decode)
-        return (*(Bucket(n, n, "decode") for n in self.decode), *verify, *(Bucket(n, self.rows, "mixed") for n in self.tokens))
+        return (
+            *(Bucket(n, n, "decode") for n in self.decode),
+            *verify,
+            *(Bucket(n, self.rows, "mixed") for n in self.tokens),
+        )
 
     @functools.cached_property
     def _kept(self) -> dict[Kind, tuple[Bucket, ...]]:
         kinds: tuple[Kind, ...] = ("decode", "verify", "mixed")
-        return {kind: tuple(b for b in self._captured if b.kind == kind and b not in self.dropped) for kind in kinds}
+        return {
+            kind: tuple(b for b in self._captured if b.kind == kind and b not in self.dropped)
+            for kind in kinds
+        }
 
     def all(self) -> tuple[Bucket, ...]:
-        """Every bucket that is not dropped, largest first, so that later ones fit into memory that the first left."""
+        """Every bucket that is not dropped, largest first, so that later ones fit into memory that
+        the first left."""
         return tuple(sorted((b for kept in self._kept.values() for b in kept), reverse=True))
 
     @property
@@ -138,23 +187,36 @@ class Buckets:
         return tuple(b for b in self._captured if b.trace == trace)
 
     def kind(self, tokens: int, requests: int, queries: int) -> Kind:
-        """The kind of a batch of so many tokens and requests, with at most `queries` tokens of a request."""
+        """The kind of a batch of so many tokens and requests, with at most `queries` tokens of a
+        request."""
         if queries <= 1 and tokens <= requests:
             return "decode"
         if not 1 < queries <= max(self.verify, default=0):
             return "mixed"
         # A batch that no verify bucket holds runs in a mixed one, where any exists.
-        return "verify" if not self.tokens or self._fitting("verify", tokens, requests, queries) else "mixed"
+        return (
+            "verify"
+            if not self.tokens or self._fitting("verify", tokens, requests, queries)
+            else "mixed"
+        )
 
     def find(self, kind: Kind, tokens: int, requests: int, queries: int = 1) -> Bucket | None:
-        """The smallest bucket for such a batch, see `kind`, or None where the policy is "eager". Raises BatchTooLarge."""
+        """The smallest bucket for such a batch, see `kind`, or None where the policy is "eager".
+        Raises BatchTooLarge."""
         found = self._fitting(kind, tokens, requests, queries)
         if found is not None or self.over == "eager":
             return found
         if kind == "mixed" and self.tokens and requests > self.rows:
             fail(BatchTooLarge, kind, "requests", requests, self.rows)
         field = "tokens" if kind == "mixed" else "requests"
-        largest = max((getattr(b, field) for b in self._kept[kind] if kind != "verify" or b.queries >= queries), default=0)
+        largest = max(
+            (
+                getattr(b, field)
+                for b in self._kept[kind]
+                if kind != "verify" or b.queries >= queries
+            ),
+            default=0,
+        )
         fail(BatchTooLarge, kind, field, tokens if kind == "mixed" else requests, largest)
 
     def _fitting(self, kind: Kind, tokens: int, requests: int, queries: int) -> Bucket | None:

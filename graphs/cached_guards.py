@@ -28,9 +28,9 @@ def whole_guards() -> Iterator[None]:
     if (env := shape_env()) is None:
         yield
         return
-    # torch has no public way to this. `evaluate_guards` of FxGraphCache.load_with_key is no option of
-    # standalone_compile, unsafe_skip_cache_dynamic_shape_guards skips all guards, and without the
-    # caches every start compiles anew.
+    # torch has no public way to this. `evaluate_guards` of FxGraphCache.load_with_key is no option
+    # of standalone_compile, unsafe_skip_cache_dynamic_shape_guards skips all guards, and without
+    # the caches every start compiles anew.
     own = env.evaluate_guards_expression
     env.evaluate_guards_expression = lambda code, args: own(whole(code), args)
     try:
@@ -47,7 +47,10 @@ def whole(code: str) -> str:
     visit = _Whole()
     body = ast.parse(code, mode="eval").body
     parts = body.values if isinstance(body, ast.BoolOp) and isinstance(body.op, ast.And) else [body]
-    taken: list[Any] = [(visit.generic_visit if isinstance(part, ast.Compare) else visit.visit)(part) for part in parts]
+    taken: list[Any] = [
+        (visit.generic_visit if isinstance(part, ast.Compare) else visit.visit)(part)
+        for part in parts
+    ]
     return ast.unparse(ast.BoolOp(ast.And(), taken) if len(taken) > 1 else taken[0])
 
 
@@ -58,12 +61,17 @@ class _Whole(ast.NodeTransformer):
             case ast.Call(ast.Name("min" | "max" as name)):
                 return functools.reduce(lambda a, b: _call(f"sym_{name}", a, b), node.args)
             case ast.BoolOp():
-                return _joined(ast.BitOr() if isinstance(node.op, ast.Or) else ast.BitAnd(), node.values)
+                return _joined(
+                    ast.BitOr() if isinstance(node.op, ast.Or) else ast.BitAnd(), node.values
+                )
             case ast.UnaryOp(ast.Not()):
                 return _call("sym_not", node.operand)
             case ast.Compare():
                 sides = [node.left, *node.comparators]
-                return _joined(ast.BitAnd(), [ast.Compare(sides[i], [op], [sides[i + 1]]) for i, op in enumerate(node.ops)])
+                return _joined(
+                    ast.BitAnd(),
+                    [ast.Compare(sides[i], [op], [sides[i + 1]]) for i, op in enumerate(node.ops)],
+                )
         return node
 
 

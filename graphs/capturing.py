@@ -1,4 +1,5 @@
-"""What a capture takes of its CUDA device: a lock, a stream, a state of random numbers; and what one that failed leaves behind."""
+"""What a capture takes of its CUDA device: a lock, a stream, a state of random numbers; and what
+one that failed leaves behind."""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ TRIES = 3
 
 
 def quiet(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which no other thread captures on the device: a device-wide wait, a graph that is destroyed or a cache that is
-    emptied would end its capture.
+    """A context in which no other thread captures on the device: a device-wide wait, a graph that
+    is destroyed or a cache that is emptied would end its capture.
 
-    A capture holds it from begin to end, for milliseconds, and never while a compiler runs. Locks are taken in this order: a decoder's
-    turn, `CAPTURING`, this one. A block within it takes none of the others.
+    A capture holds it from begin to end, for milliseconds, and never while a compiler runs. Locks
+    are taken in this order: a decoder's turn, `CAPTURING`, this one. A block within it takes none
+    of the others.
 
     device: a CUDA device; the current one where it has no index.
     """
@@ -46,7 +48,8 @@ def quiet(device: torch.device) -> AbstractContextManager[Any]:
 
 @functools.cache
 def capture_stream(index: int) -> torch.cuda.Stream:
-    """The stream of all captures on a CUDA device. It is not one of the 32 that torch hands out in turn, which others may use, too.
+    """The stream of all captures on a CUDA device. It is not one of the 32 that torch hands out in
+    turn, which others may use, too.
 
     Where the driver makes none, it is one of these.
     """
@@ -64,7 +67,8 @@ def capture_stream(index: int) -> torch.cuda.Stream:
 
 
 def drew(error: BaseException) -> bool:
-    """Is this the error of torch below 2.13 for a draw in a capture that was begun as one without?"""
+    """Is this the error of torch below 2.13 for a draw in a capture that was begun as one
+    without?"""
     return any(_NO_DRAWS in str(each) for each in chain_of(error))
 
 
@@ -92,7 +96,8 @@ _RELEASES = (2, 14)
 
 
 def has_capture_states() -> bool:
-    """Does a generator of this torch keep a state for each capture, so that other threads may draw meanwhile?"""
+    """Does a generator of this torch keep a state for each capture, so that other threads may draw
+    meanwhile?"""
     return version() >= _STATES
 
 
@@ -103,7 +108,9 @@ class _OnFirstOp(TorchDispatchMode):
         super().__init__()
         self._call = call
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         call, self._call = self._call, None
         if call is not None:
             call()
@@ -112,11 +119,13 @@ class _OnFirstOp(TorchDispatchMode):
 
 @contextmanager
 def standing_in(generator: torch.Generator) -> Iterator[None]:
-    """A clone of the generator's state is the one that a capture that begins in the block takes, so that other threads may draw.
+    """A clone of the generator's state is the one that a capture that begins in the block takes, so
+    that other threads may draw.
 
-    Torch below 2.13 registers the state that the device's generator has, then allocates two tensors for it, then sets it to capture
-    mode, in which it refuses draws outside the capture. The generator gets its own state back at the first of these allocations, with the
-    draws of other threads until then.
+    Torch below 2.13 registers the state that the device's generator has, then allocates two tensors
+    for it, then sets it to capture mode, in which it refuses draws outside the capture. The
+    generator gets its own state back at the first of these allocations, with the draws of other
+    threads until then.
     """
     own = generator.graphsafe_get_state()
     other = generator.clone_state()
@@ -152,7 +161,8 @@ def clean_up(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device, began
     ended = not succeeded and version() < _RELEASES and _ended(device, pool)
     with contextlib.suppress(RuntimeError):
         graph.reset()
-    # Each capture that began counts once as a user of the pool, and graphs that share it count for themselves.
+    # Each capture that began counts once as a user of the pool, and graphs that share it count for
+    # themselves.
     if not succeeded and version() < _RELEASES and (began or ended):
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_releasePool(device.index, pool)
@@ -179,8 +189,9 @@ def _ended(device: torch.device, pool: Any) -> bool:
 def mend(generator: torch.Generator, device: torch.device) -> None:
     """Take the generator out of a capture that failed.
 
-    Torch below 2.13 does so at the end of a capture that succeeds, with the same state, so that graphs that draw stay right. Where such
-    captures fail, too, the generator gets a copy of its state, which these graphs do not follow.
+    Torch below 2.13 does so at the end of a capture that succeeds, with the same state, so that
+    graphs that draw stay right. Where such captures fail, too, the generator gets a copy of its
+    state, which these graphs do not follow.
     """
     if has_capture_states():
         return

@@ -1,4 +1,5 @@
-"""The device side of graphs, begin, end, replay and memory: a protocol, and its implementation for CUDA."""
+"""The device side of graphs, begin, end, replay and memory: a protocol, and its implementation for
+CUDA."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Device(Protocol):
     """Captures the work between `begin` and `end`. Graphs of one Device share one memory pool."""
 
     def session(self) -> AbstractContextManager[None]:
-        """A context that every other method runs in. A nested session skips the work that one session needs once."""
+        """A context that every other method runs in. A nested session skips the work that one
+        session needs once."""
         ...
 
     def begin(self) -> None:
@@ -77,9 +79,11 @@ class Device(Protocol):
 
 
 class Recorded:
-    """A captured step. steps: graph replays and the calls between them, in order. breaks: those calls.
+    """A captured step. steps: graph replays and the calls between them, in order. breaks: those
+    calls.
 
-    bytes_of: the memory that each graph took at its capture. current: the part of the step that runs, for errors.
+    bytes_of: the memory that each graph took at its capture. current: the part of the step that
+    runs, for errors.
     """
 
     def __init__(self, device: Device) -> None:
@@ -107,7 +111,8 @@ class Recorded:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Capture in the block. Raises NotCapturable for code that fails in a graph. After an error no graph is left."""
+        """Capture in the block. Raises NotCapturable for code that fails in a graph. After an error
+        no graph is left."""
         try:
             yield
             self.end()
@@ -116,8 +121,14 @@ class Recorded:
             if opened:
                 self.device.abort()
             self.reset()
-            if opened and isinstance(e, Exception) and not isinstance(e, (AttnopsError, torch.OutOfMemoryError)):
-                raise NotCapturable(self.current, (str(e).strip() or type(e).__name__).splitlines()[0]) from e
+            if (
+                opened
+                and isinstance(e, Exception)
+                and not isinstance(e, (AttnopsError, torch.OutOfMemoryError))
+            ):
+                raise NotCapturable(
+                    self.current, (str(e).strip() or type(e).__name__).splitlines()[0]
+                ) from e
             raise
 
     def reset(self) -> None:
@@ -127,27 +138,37 @@ class Recorded:
 
 
 def _clear_workspaces() -> None:
-    # A graph keeps the address of cuBLAS' workspace. Inductor frees the warm-up's before captures of its own. One that is allocated in
-    # a capture belongs to the graph's pool and must return to it before other work uses it.
+    # A graph keeps the address of cuBLAS' workspace. Inductor frees the warm-up's before captures
+    # of its own. One that is allocated in a capture belongs to the graph's pool and must return to
+    # it before other work uses it.
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def _check_allocator() -> None:
     if (backend := torch.cuda.get_allocator_backend()) != "native":
-        want = "want 'native', torch's default (PYTORCH_CUDA_ALLOC_CONF), whose tensors keep the addresses that a replay reads"
+        want = (
+            "want 'native', torch's default (PYTORCH_CUDA_ALLOC_CONF), whose tensors keep the "
+            "addresses that a replay reads"
+        )
         raise NotCapturable("CUDA graphs", f"got the allocator {backend!r}, {want}")
 
 
 def _is_short(device: torch.device) -> bool:
-    """Is less than an eighth of the memory free, blocks of the allocator included that hold no tensor?"""
+    """Is less than an eighth of the memory free, blocks of the allocator included that hold no
+    tensor?"""
     free, total = torch.cuda.mem_get_info(device)
-    return 8 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) < total
+    return (
+        8 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        < total
+    )
 
 
 class _Captured:
     """A graph that is a member of `live` until it is reset or deleted."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, live: weakref.WeakSet[_Captured], device: torch.device) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, live: weakref.WeakSet[_Captured], device: torch.device
+    ) -> None:
         self._graph, self._live, self._device = graph, live, device
 
     def replay(self) -> None:
@@ -160,21 +181,24 @@ class _Captured:
 
 
 CAPTURING = threading.RLock()
-"""Sessions of all devices take turns. Dynamo takes a dispatch mode of any thread for one of its own, and its settings and those of Python's
-garbage collection are those of the process."""
+"""Sessions of all devices take turns. Dynamo takes a dispatch mode of any thread for one of its
+own, and its settings and those of Python's garbage collection are those of the process."""
 
-# CPython 3.12 starts with some hundred frozen objects. A program with more froze them on purpose, and keeps them frozen.
+# CPython 3.12 starts with some hundred frozen objects. A program with more froze them on purpose,
+# and keeps them frozen.
 _EXEMPT = 10_000
 
 
 _frozen = False
-"""Has a `frozen` block under way frozen the objects of the process? To count frozen ones takes as long as to look at them."""
+"""Has a `frozen` block under way frozen the objects of the process? To count frozen ones takes as
+long as to look at them."""
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Garbage collections in the block look at objects made in it: a process that has compiled holds a million, and to look at them takes
-    longer than a capture. Objects that the program froze on purpose stay frozen."""
+    """Garbage collections in the block look at objects made in it: a process that has compiled
+    holds a million, and to look at them takes longer than a capture. Objects that the program froze
+    on purpose stay frozen."""
     global _frozen
     with CAPTURING:
         freezes = not _frozen and gc.get_freeze_count() < _EXEMPT
@@ -191,9 +215,11 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def drawing_nothing(device: torch.device) -> Iterator[None]:
-    """The device's random numbers go on after the block as if it had drawn none, and captures in it may draw.
+    """The device's random numbers go on after the block as if it had drawn none, and captures in it
+    may draw.
 
-    Other devices may draw in other threads meanwhile; on torch below 2.13 no other thread may draw on this one during a capture.
+    Other devices may draw in other threads meanwhile; on torch below 2.13 no other thread may draw
+    on this one during a capture.
     """
     generator = _generator(device)
     state, before = generator.get_state(), DRAWS.set(True)
@@ -215,19 +241,26 @@ def _generator(device: torch.device) -> torch.Generator:
 class CudaGraphs:
     """CUDA graphs, captured on a side stream into one memory pool.
 
-    Work of other threads does not end a capture (mode "thread_local"). Python collects no garbage during a capture, because the
-    destructor of a tensor or graph may make a forbidden call; while pieces compile, between captures, it does. A session starts with a
-    collection of young objects, and of all where memory is short, because that takes longer than a capture. A nested one looks at objects
-    made since the outer session began, unless the program froze objects of its own.
+    Work of other threads does not end a capture (mode "thread_local"). Python collects no garbage
+    during a capture, because the destructor of a tensor or graph may make a forbidden call; while
+    pieces compile, between captures, it does. A session starts with a collection of young objects,
+    and of all where memory is short, because that takes longer than a capture. A nested one looks
+    at objects made since the outer session began, unless the program froze objects of its own.
 
     device: a CUDA device. One without an index is the current one at the first use, and stays that.
 
-    A session raises NotCapturable under the allocator cudaMallocAsync: a replay relies on addresses that it may give to other tensors.
+    A session raises NotCapturable under the allocator cudaMallocAsync: a replay relies on addresses
+    that it may give to other tensors.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._given = torch.device(device)
-        need(self._given.type == "cuda", "device", self._given, "a CUDA device, or a Device of your own in graphs=")
+        need(
+            self._given.type == "cuda",
+            "device",
+            self._given,
+            "a CUDA device, or a Device of your own in graphs=",
+        )
         self._pool: Any = None
         self._live: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._open: torch.cuda.CUDAGraph | None = None
@@ -252,7 +285,8 @@ class CudaGraphs:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Run the block on the side stream, after the work queued on the caller's stream and before the work to come."""
+        """Run the block on the side stream, after the work queued on the caller's stream and before
+        the work to come."""
         # Before the stream is touched, on which another thread may capture.
         with CAPTURING, ExitStack() as undo:
             if self._in_session:
@@ -275,7 +309,8 @@ class CudaGraphs:
         self._taken.close()
 
     def begin(self) -> None:
-        """Begin a capture, on an idle stream: a capture may not wait for the allocator's blocks of other streams."""
+        """Begin a capture, on an idle stream: a capture may not wait for the allocator's blocks of
+        other streams."""
         self._taken.enter_context(quiet(self.device))
         self._stream.synchronize()
         # The allocator refuses the handle of a pool whose last graph was freed.
@@ -304,7 +339,8 @@ class CudaGraphs:
         return captured
 
     def abort(self) -> None:
-        """End a capture that failed; CUDA reports the failure again. The device is then as it was before `begin`."""
+        """End a capture that failed; CUDA reports the failure again. The device is then as it was
+        before `begin`."""
         graph, self._open = self._open, None
         try:
             if graph is not None:
@@ -321,7 +357,8 @@ class CudaGraphs:
             self._taken.close()
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """A tensor over the same bytes that does not own them. `tensor` itself where torch cannot make one: memory is then not shared."""
+        """A tensor over the same bytes that does not own them. `tensor` itself where torch cannot
+        make one: memory is then not shared."""
         make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
         if make is None or tensor.numel() == 0:
             return tensor
@@ -331,7 +368,8 @@ class CudaGraphs:
         return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def warm(self, run: Callable[[], Any]) -> None:
-        """Empties the allocator's cache afterwards, because a capture can neither use nor free cached memory."""
+        """Empties the allocator's cache afterwards, because a capture can neither use nor free
+        cached memory."""
         run()
         with quiet(self.device):
             torch.cuda.synchronize(self.device)

@@ -1,4 +1,5 @@
-"""Which calls a CUDA graph may not contain: one answer for the split of a traced model and for an eager capture."""
+"""Which calls a CUDA graph may not contain: one answer for the split of a traced model and for an
+eager capture."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ MARK = "_attnops_outside"
 
 @dataclass(frozen=True)
 class Break:
-    """A call of an op or function that runs between graphs, and why, in a few words. kernel: of an op of attnops, else ""."""
+    """A call of an op or function that runs between graphs, and why, in a few words. kernel: of an
+    op of attnops, else ""."""
 
     op: str
     kernel: str
@@ -33,7 +35,8 @@ class Break:
 
 
 def kernel_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel | None:
-    """The kernel of a call on real or fake arguments, by its overload or chosen; None if `target` is not of attnops. Raises NoKernel."""
+    """The kernel of a call on real or fake arguments, by its overload or chosen; None if `target`
+    is not of attnops. Raises NoKernel."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "attnops":
         return None
     op = OPS.get(target._schema.name.partition("::")[2])
@@ -46,7 +49,8 @@ def kernel_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ker
 
 
 def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) -> Break | None:
-    """The reason why a call of `target`, which runs `kernel`, may not be captured, or None. eager: ops that the user keeps out."""
+    """The reason why a call of `target`, which runs `kernel`, may not be captured, or None. eager:
+    ops that the user keeps out."""
     if kernel is not None:
         if kernel.capture is not Capture.WHOLE:
             return Break(kernel.op, kernel.name, f"capture={kernel.capture.value}")
@@ -66,4 +70,6 @@ def depends_on_data(value: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     symbolic = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    return any(bool(free_unbacked_symbols(v)) for v in pytree.tree_leaves(value) if isinstance(v, symbolic))
+    return any(
+        bool(free_unbacked_symbols(v)) for v in pytree.tree_leaves(value) if isinstance(v, symbolic)
+    )

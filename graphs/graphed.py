@@ -262,7 +262,8 @@ class Graphed(Options):
         return out
 
     def _check_lengths(self, values: Values, width: int) -> None:
-        """Raise StaleGraph for a request that is longer than the page table. Waits for the device."""
+        """Raise StaleGraph for a request that is longer than the page table. Waits for the
+        device."""
         if self.cache is None or self.batch is None:
             return
         lengths, most = values[self.batch].seq_lens, width * self.cache.page_size
@@ -275,7 +276,11 @@ class Graphed(Options):
         assert self.prepare is not None and self.batch is not None
         new, old = self.prepare(batch), entry.values[self.batch]
         for name in ("plan", "workspace"):
-            field, got, want = f"{self.batch}.{name} of prepare", getattr(new, name), getattr(old, name)
+            field, got, want = (
+                f"{self.batch}.{name} of prepare",
+                getattr(new, name),
+                getattr(old, name),
+            )
             if (now := described(got)) != (then := described(want)):
                 fail(StaleGraph, field, now, then)
             if got is None or got.data_ptr() == want.data_ptr():

@@ -69,7 +69,9 @@ class Inputs:
             "positions": _Rows(long, True),
         }
         tables: Values = {n: r.tensor for n, r in self._tables.items()}
-        self._batch = PagedBatch(**tables, max_seqlen_q=0, holes=given.holes, workspace=given.workspace)
+        self._batch = PagedBatch(
+            **tables, max_seqlen_q=0, holes=given.holes, workspace=given.workspace
+        )
 
     def _buffers(self) -> Iterator[_Rows]:
         return chain(self._rows.values(), self._tables.values())

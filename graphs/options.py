@@ -77,7 +77,9 @@ class Options:
             listed = "a sequence of names of ops for each kind of batch"
             need(not isinstance(names, str), "eager", repr(names), listed)
         need(self.check_every >= 0, "check_every", self.check_every, "an int >= 0, 0 for never")
-        known = not isinstance(self.state, Tensor) and all(isinstance(t, Tensor) for t in self.state)
+        known = not isinstance(self.state, Tensor) and all(
+            isinstance(t, Tensor) for t in self.state
+        )
         want = "a sequence of tensors, those that a step changes"
         need(known, "state", type(self.state).__name__, want)
         want = "() where the model takes no batch: only a batch has the tokens of each request"

@@ -26,7 +26,8 @@ from .split import split
 from .traced import Traced, tracing
 
 MOST_KINDS = 4
-"""Layers that Dynamo may tell apart within a step. Sliding and full attention, each before dense layers and experts, are four."""
+"""Layers that Dynamo may tell apart within a step. Sliding and full attention, each before dense
+layers and experts, are four."""
 
 MOST_CODE = 64
 """Functions whose code is kept. A hook that is replaced before every call makes one a call."""
@@ -38,11 +39,13 @@ _APART = frozenset((*vars(nn.Module()), NUMBER, "forward"))
 
 
 class NotRegional(AttnopsError):
-    """The layers of a model cannot share compiled code; it is then traced whole. The message says why."""
+    """The layers of a model cannot share compiled code; it is then traced whole. The message says
+    why."""
 
 
 class AnyNumber:
-    """In place of the number of a layer: it can be passed on, and fails where it would be compared or computed with."""
+    """In place of the number of a layer: it can be passed on, and fails where it would be compared
+    or computed with."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise NotRegional("the layer computes with its own number")
@@ -95,7 +98,8 @@ def _number_hooks(own: dict[str, Any], name: str) -> list[Any]:
 
 
 def write_back(module: nn.Module, same: nn.Module) -> bool:
-    """Give the module the attributes that a run of its twin `same` has set, as its own run would have. Returns whether there were any."""
+    """Give the module the attributes that a run of its twin `same` has set, as its own run would
+    have. Returns whether there were any."""
     found = False
     for part, copy in zip(module.modules(), same.modules(), strict=True):
         own, run = vars(part), vars(copy)
@@ -111,16 +115,22 @@ def write_back(module: nn.Module, same: nn.Module) -> bool:
 
 
 class Regions:
-    """Compiled code of layers and of what surrounds them, for steps of any rows: one trace a kind of layer, and one more for one row.
+    """Compiled code of layers and of what surrounds them, for steps of any rows: one trace a kind
+    of layer, and one more for one row.
 
-    A layer that Dynamo cannot trace alone, or that it tells from each other one, raises NotRegional.
+    A layer that Dynamo cannot trace alone, or that it tells from each other one, raises
+    NotRegional.
 
     refusal: why the whole model is traced instead, set by `PerLayer`; "" while it is not.
     ran: the programs that ran since `begin`, in order.
     seconds: of tracing, choice of kernels and compilation.
     """
 
-    def __init__(self, inner: str | Inner = "inductor", passes: Sequence[Callable[[fx.GraphModule], Any]] = ()) -> None:
+    def __init__(
+        self,
+        inner: str | Inner = "inductor",
+        passes: Sequence[Callable[[fx.GraphModule], Any]] = (),
+    ) -> None:
         self._inner, self._passes = compiler_of(inner), passes
         self._programs: list[weakref.ref[Program]] = []
         self.ran: list[Program] = []
@@ -144,9 +154,16 @@ class Regions:
         self._kinds.clear()
 
     def __call__(
-        self, call: Any, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str = "", same: Twin | None = None
+        self,
+        call: Any,
+        rows: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        apart: str = "",
+        same: Twin | None = None,
     ) -> Any:
-        """The result of a module's forward or of a function, run by compiled code and captured where a capture is under way.
+        """The result of a module's forward or of a function, run by compiled code and captured
+        where a capture is under way.
 
         rows: of the step. Tensors with as many have them in their first dim.
         apart: calls share code with those of the same word.
@@ -169,7 +186,14 @@ class Regions:
             if self._traces != before:
                 self.seconds += time.perf_counter() - began
 
-    def _traced(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str, same: Twin | None) -> Any:
+    def _traced(
+        self,
+        call: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        apart: str,
+        same: Twin | None,
+    ) -> Any:
         own = twin(call) if same is None and isinstance(call, nn.Module) else None
         given = same or own or (call, [call])
         try:
@@ -184,7 +208,9 @@ class Regions:
             write_back(call, own[0])
         return out
 
-    def _traced_once(self, found: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str) -> Any:
+    def _traced_once(
+        self, found: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str
+    ) -> Any:
         from torch._dynamo.exc import TorchDynamoException
         from torch.fx.experimental import _config
 
@@ -192,9 +218,13 @@ class Regions:
         same, functions = found
         key = (apart, *(x if isinstance(x, str) else id(x) for x in functions))
         if key not in self._compiled:
-            # Dynamo keeps compiled code with the code of the function, here one that goes with the regions.
+            # Dynamo keeps compiled code with the code of the function, here one that goes with the
+            # regions.
             run, ours = FunctionType(_run.__code__.replace(), globals()), weakref.proxy(self)
-            self._compiled[key] = functions, torch.compile(run, backend=lambda gm, _: ours._backend(gm), fullgraph=True)
+            self._compiled[key] = (
+                functions,
+                torch.compile(run, backend=lambda gm, _: ours._backend(gm), fullgraph=True),
+            )
             if len(self._compiled) > MOST_CODE:
                 self._compiled.pop(next(iter(self._compiled)))
         try:
@@ -215,7 +245,9 @@ class Regions:
         for change in self._passes:
             change(gm)
         program = compile_parts(split(gm), self._inner)
-        self._programs = [ref for ref in self._programs if ref() is not None] + [weakref.ref(program)]
+        self._programs = [ref for ref in self._programs if ref() is not None] + [
+            weakref.ref(program)
+        ]
         self._traces += 1
         ours = weakref.proxy(self)
         return lambda *flat: ours._ran(program, flat)
@@ -274,7 +306,9 @@ class PerLayer(AsItRuns):
             return self._in_layers(options, bucket, values)
 
     def changes(self, error: Exception) -> bool:
-        traced = isinstance(error, (NotRegional, NotCapturable)) and not isinstance(error, SideEffect)
+        traced = isinstance(error, (NotRegional, NotCapturable)) and not isinstance(
+            error, SideEffect
+        )
         if self.regions.refusal or not traced:
             return False
         # Code between layers that only a trace can capture.
@@ -292,7 +326,8 @@ class PerLayer(AsItRuns):
 
 
 def varying(tensor: Tensor, *dims: int) -> Tensor:
-    """Mark these dims of the tensor as varying for the compiler, except sizes of one. Returns the tensor."""
+    """Mark these dims of the tensor as varying for the compiler, except sizes of one. Returns the
+    tensor."""
     from torch._dynamo import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, [dim for dim in dims if tensor.shape[dim] > 1])

@@ -1,4 +1,5 @@
-"""The report of captures: graphs, time, memory, and calls without graphs; and a progress bar for them."""
+"""The report of captures: graphs, time, memory, and calls without graphs; and a progress bar for
+them."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Report:
     eager_calls: batches over the largest bucket, run without graphs.
     dropped: buckets over the memory budget.
     compared: replays that were compared with eager.
-    whole: of a model whose layers are repeated, why it was traced whole and not layer by layer; "" where it was not.
+    whole: of a model whose layers are repeated, why it was traced whole and not layer by layer; ""
+    where it was not.
     """
 
     rows: tuple[Row, ...]
@@ -77,23 +79,46 @@ class Report:
         return {r.bucket.kind: r.mode for r in self.rows}
 
     def __str__(self) -> str:
-        cells: list[tuple[str, ...]] = [("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")]
+        cells: list[tuple[str, ...]] = [
+            ("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")
+        ]
         for r in self.rows:
-            between = ", ".join(f"{b} x{n}" if n > 1 else str(b) for b, n in Counter(r.breaks).items()) or "-"
-            cells.append((str(r.bucket), r.mode, str(r.graphs), between, f"{r.bytes / 2**20:.1f}", f"{r.seconds:.2f}", str(r.replays)))
+            between = (
+                ", ".join(f"{b} x{n}" if n > 1 else str(b) for b, n in Counter(r.breaks).items())
+                or "-"
+            )
+            cells.append(
+                (
+                    str(r.bucket),
+                    r.mode,
+                    str(r.graphs),
+                    between,
+                    f"{r.bytes / 2**20:.1f}",
+                    f"{r.seconds:.2f}",
+                    str(r.replays),
+                )
+            )
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         out = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-        out += [f"{n} of {self.parts[kind]} pieces of {kind} steps differ and were compiled" for kind, n in self.compiled.items()]
+        out += [
+            f"{n} of {self.parts[kind]} pieces of {kind} steps differ and were compiled"
+            for kind, n in self.compiled.items()
+        ]
         if self.whole:
             out.append(f"traced whole: {self.whole}")
         if self.compile_seconds:
             out.append(f"compiled in {self.compile_seconds:.1f} s")
         budget = f" of {self.budget_bytes / 2**20:.1f}" if self.budget_bytes is not None else ""
-        out.append(f"graphs hold {self.graph_bytes / 2**20:.1f}{budget} MiB, their inputs {self.input_bytes / 2**20:.1f} MiB")
+        out.append(
+            f"graphs hold {self.graph_bytes / 2**20:.1f}{budget} MiB, their inputs "
+            f"{self.input_bytes / 2**20:.1f} MiB"
+        )
         if self.dropped:
             out.append(f"dropped, over the memory budget: {', '.join(map(str, self.dropped))}")
         if self.eager_calls:
-            out.append(f"{self.eager_calls} calls were over the largest bucket and ran without graphs")
+            out.append(
+                f"{self.eager_calls} calls were over the largest bucket and ran without graphs"
+            )
         if self.compared:
             out.append(f"{self.compared} replays were compared with eager")
         return "\n".join(out)
@@ -101,7 +126,8 @@ class Report:
 
 @contextmanager
 def bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar for `Graphed.capture(progress=...)`. Raises ImportError where rich is not installed."""
+    """A progress bar for `Graphed.capture(progress=...)`. Raises ImportError where rich is not
+    installed."""
     from rich.progress import Progress
 
     with Progress() as drawn:

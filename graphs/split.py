@@ -1,4 +1,5 @@
-"""Splits a traced model into parts, at calls that may not be captured, where a graph ends, and at calls of attention."""
+"""Splits a traced model into parts, at calls that may not be captured, where a graph ends, and at
+calls of attention."""
 
 from __future__ import annotations
 
@@ -27,8 +28,20 @@ _ALLOCATING = {"new_empty", "new_empty_strided"}
 _FREE = {operator.getitem, torch.sym_max, torch.sym_min, torch.sym_not, torch._check}
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _VIEWING = {
-    "size", "view", "narrow", "reshape", "unflatten", "flatten", "transpose", "unsqueeze", "squeeze", "expand", "stride", "dim", "numel",
-}  # fmt: skip
+    "size",
+    "view",
+    "narrow",
+    "reshape",
+    "unflatten",
+    "flatten",
+    "transpose",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "stride",
+    "dim",
+    "numel",
+}
 
 
 Cut = Break | str
@@ -37,9 +50,11 @@ Cut = Break | str
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the model: an attention call or several, which are captured but not compiled; calls that may not be captured; or a piece.
+    """A part of the model: an attention call or several, which are captured but not compiled; calls
+    that may not be captured; or a piece.
 
-    module: a submodule of the split model. It returns a tuple, also of one value, where the split model reads the value itself.
+    module: a submodule of the split model. It returns a tuple, also of one value, where the split
+    model reads the value itself.
     """
 
     name: str
@@ -66,7 +81,11 @@ class Split:
     def __str__(self) -> str:
         lines = []
         for part in self.parts:
-            what = f"{len(operations(part.module))} operations" if part.compiled else ", ".join(map(str, part.breaks or part.calls))
+            what = (
+                f"{len(operations(part.module))} operations"
+                if part.compiled
+                else ", ".join(map(str, part.breaks or part.calls))
+            )
             lines.append(f"{part.name}: {'captured, ' if part.captured else ''}{what}")
         return "\n".join(lines)
 
@@ -78,18 +97,29 @@ def value_of(x: Any) -> Any:
 
 def operations(module: fx.GraphModule) -> list[fx.Node]:
     """The nodes that launch kernels or allocate."""
-    return [n for n in module.graph.nodes if n.op not in ("placeholder", "output", "get_attr") and not _free(n)]
+    return [
+        n
+        for n in module.graph.nodes
+        if n.op not in ("placeholder", "output", "get_attr") and not _free(n)
+    ]
 
 
 def fusible(module: fx.GraphModule) -> bool:
-    """Has a compiler anything to do: is there an operation of torch's own? Views, sizes, allocations and calls of kernels are none."""
-    return not all(_allocates(node) or _views(node) or _calls_kernel(node) for node in operations(module))
+    """Has a compiler anything to do: is there an operation of torch's own? Views, sizes,
+    allocations and calls of kernels are none."""
+    return not all(
+        _allocates(node) or _views(node) or _calls_kernel(node) for node in operations(module)
+    )
 
 
 def _views(node: fx.Node) -> bool:
     """Is the result a part of the memory of an argument, of which the operation writes nothing?"""
     made = {*storages(value_of(node))}
-    return bool(made) and not may_write(node) and made <= {s for x in node.all_input_nodes for s in storages(value_of(x))}
+    return (
+        bool(made)
+        and not may_write(node)
+        and made <= {s for x in node.all_input_nodes for s in storages(value_of(x))}
+    )
 
 
 def _calls_kernel(node: fx.Node) -> bool:
@@ -99,10 +129,12 @@ def _calls_kernel(node: fx.Node) -> bool:
 
 
 def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
-    """Split a graph as Dynamo gives it to a backend, in place. Neighbouring parts are of different kinds. eager: ops to keep out of graphs.
+    """Split a graph as Dynamo gives it to a backend, in place. Neighbouring parts are of different
+    kinds. eager: ops to keep out of graphs.
 
-    Calls get the policy that forces the chosen kernel, equal metadata calls are merged, and allocations move before breaks. Raises
-    NoKernel, and NotCapturable if the size or value of a result depends on data: a replay would return that of the capture.
+    Calls get the policy that forces the chosen kernel, equal metadata calls are merged, and
+    allocations move before breaks. Raises NoKernel, and NotCapturable if the size or value of a
+    result depends on data: a replay would return that of the capture.
     """
     _check_results(gm.graph)
     begun: set[Any] = set()
@@ -150,8 +182,8 @@ def _part(name: str, module: fx.GraphModule, cuts: list[Cut]) -> Part:
 
 
 def _hoist_allocations(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> None:
-    # A buffer that a break writes must be allocated in the graph before it, which fixes its address. Between two breaks an allocation
-    # would make an empty graph.
+    # A buffer that a break writes must be allocated in the graph before it, which fixes its
+    # address. Between two breaks an allocation would make an empty graph.
     for node in list(graph.nodes):
         if not _allocates(node):
             continue
@@ -164,7 +196,9 @@ def _hoist_allocations(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> None:
 
 
 def _allocates(node: fx.Node) -> bool:
-    return (node.op == "call_function" and node.target in _ALLOCATIONS) or (node.op == "call_method" and node.target in _ALLOCATING)
+    return (node.op == "call_function" and node.target in _ALLOCATIONS) or (
+        node.op == "call_method" and node.target in _ALLOCATING
+    )
 
 
 def _cut(node: fx.Node, eager: Collection[str], begun: set[Any]) -> Cut | None:
@@ -206,7 +240,10 @@ def _name_overload(node: fx.Node) -> None:
 
 def _build(kernel: Kernel, args: Any, kwargs: Any, begun: set[Any]) -> None:
     """Begin to build what a call of the kernel will wait for, once for equal calls."""
-    if kernel.ahead is not None and (call := (kernel.op, comparable((args, kwargs), str))) not in begun:
+    if (
+        kernel.ahead is not None
+        and (call := (kernel.op, comparable((args, kwargs), str))) not in begun
+    ):
         begun.add(call)
         begin(kernel, OPS[kernel.op].call(*args, **kwargs))
 
@@ -229,7 +266,8 @@ def _free(node: fx.Node) -> bool:
 
 
 def _partition(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, int]:
-    """The part of every node. A node that launches no kernel joins the two calls around it, or else the part that needs it."""
+    """The part of every node. A node that launches no kernel joins the two calls around it, or else
+    the part that needs it."""
     where: dict[fx.Node, int] = {}
     part, kind = 0, ""
     pending: list[fx.Node] = []
@@ -242,13 +280,15 @@ def _partition(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, in
         if node.op in ("placeholder", "output"):
             continue
         if node.target is operator.getitem and isinstance(value_of(node.args[0]), (tuple, list)):
-            # Only tensors cross between parts, because their addresses can be static; tuples do not.
+            # Only tensors cross between parts, because their addresses can be static; tuples do
+            # not.
             if node.args[0] in where:
                 where[node] = where[node.args[0]]
             else:
                 pending.append(node)
             continue
-        # A node that launches no kernel may join the part after it. A compiled part keeps all of its nodes.
+        # A node that launches no kernel may join the part after it. A compiled part keeps all of
+        # its nodes.
         joins = kind != "compiled" and (_free(node) or (kind == "call" and _allocates(node)))
         if node not in cuts and joins:
             pending.append(node)
@@ -266,13 +306,25 @@ def _partition(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, in
 
 
 def _repeat_sizes(graph: fx.Graph, where: dict[fx.Node, int]) -> None:
-    """Compute sizes that follow from other sizes in every part that uses them: as inputs they would make pieces of equal layers differ."""
+    """Compute sizes that follow from other sizes in every part that uses them: as inputs they would
+    make pieces of equal layers differ."""
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
-    known = {node for node in where if isinstance(value_of(node), _NUMBERS) and not depends_on_data(value_of(node))}
-    numbers = {n for n in known if n.op == "call_function" and all(isinstance(value_of(x), _NUMBERS) for x in n.all_input_nodes)}
+    known = {
+        node
+        for node in where
+        if isinstance(value_of(node), _NUMBERS) and not depends_on_data(value_of(node))
+    }
+    numbers = {
+        n
+        for n in known
+        if n.op == "call_function"
+        and all(isinstance(value_of(x), _NUMBERS) for x in n.all_input_nodes)
+    }
 
     def of_its_part(user: fx.Node) -> None:
-        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), functools.partial(copied, user))
+        user.args, user.kwargs = fx.map_arg(
+            (user.args, user.kwargs), functools.partial(copied, user)
+        )
 
     def copied(user: fx.Node, number: fx.Node) -> fx.Node:
         part = where[user]

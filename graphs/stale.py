@@ -23,17 +23,27 @@ Leaves = list[tuple[str, Any]]
 
 
 class Guard:
-    """State that a captured graph depends on: fixed arguments, further tensors that the model reads, the policy and autocast.
+    """State that a captured graph depends on: fixed arguments, further tensors that the model
+    reads, the policy and autocast.
 
-    The same objects pass in a microsecond. Other objects, and lists and dicts, whose contents may change, are compared leaf by leaf.
+    The same objects pass in a microsecond. Other objects, and lists and dicts, whose contents may
+    change, are compared leaf by leaf.
     """
 
-    def __init__(self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int) -> None:
-        """fixed: arguments that are the same at every call. watched: further tensors. others: the number of arguments that are copied."""
+    def __init__(
+        self, fixed: Mapping[str, Any], watched: Mapping[str, Tensor], others: int
+    ) -> None:
+        """fixed: arguments that are the same at every call. watched: further tensors. others: the
+        number of arguments that are copied."""
         self.in_force = in_force()
         self._fixed = {n: (v, _is_frozen(v), _leaves(v)) for n, v in fixed.items()}
         self._count = len(fixed) + others
-        named = {f"{n}{path}": leaf for n, (*_, leaves) in self._fixed.items() for path, leaf in leaves if isinstance(leaf, Tensor)}
+        named = {
+            f"{n}{path}": leaf
+            for n, (*_, leaves) in self._fixed.items()
+            for path, leaf in leaves
+            if isinstance(leaf, Tensor)
+        }
         known = {id(t) for t in named.values()}
         self._watched = {**named, **{n: t for n, t in watched.items() if id(t) not in known}}
         self._tensors = list(self._watched.values())
@@ -98,12 +108,17 @@ def casting() -> tuple[tuple[str, torch.dtype], ...]:
     """(device type, dtype) of every enabled autocast."""
     if not autocasting():
         return ()
-    return tuple((on, torch.get_autocast_dtype(on)) for on in ("cuda", "cpu") if torch.is_autocast_enabled(on))
+    return tuple(
+        (on, torch.get_autocast_dtype(on))
+        for on in ("cuda", "cpu")
+        if torch.is_autocast_enabled(on)
+    )
 
 
 @contextmanager
 def uncached_casts() -> Iterator[None]:
-    """Disable autocast's cache of cast weights: autocast frees the casts when it ends, and graphs would still read them."""
+    """Disable autocast's cache of cast weights: autocast frees the casts when it ends, and graphs
+    would still read them."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -119,7 +134,8 @@ def _leaves(value: Any) -> Leaves:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Does the object always hold the same objects? An object that is no container to pytree counts as one value."""
+    """Does the object always hold the same objects? An object that is no container to pytree counts
+    as one value."""
     if isinstance(value, tuple):
         return all(map(_is_frozen, value))
     return isinstance(value, Tensor) or pytree.tree_is_leaf(value)
@@ -130,16 +146,21 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
 
 
 def described(t: Tensor | None, rows: bool = False, address: bool = False) -> str:
-    """For errors. rows: without the number of rows. address: where it is, in place of its device."""
+    """For errors. rows: without the number of rows. address: where it is, in place of its
+    device."""
     if t is None:
         return "None"
     shape = f"[{', '.join(['*', *map(str, t.shape[1:])])}]" if rows else list(t.shape)
-    return f"{str(t.dtype).removeprefix('torch.')} {shape} {f'at {t.data_ptr():#x}' if address else f'on {t.device}'}"
+    return (
+        f"{str(t.dtype).removeprefix('torch.')} {shape} "
+        f"{f'at {t.data_ptr():#x}' if address else f'on {t.device}'}"
+    )
 
 
 def compare(bucket: object, got: Any, want: Any, tolerance: float | None) -> None:
-    """Raise ReplayMismatch where outputs differ by more than `tolerance` times eager's largest number. None: the error that
-    reordered sums of a whole model may have, some hundred roundings of the dtype and at most 0.1."""
+    """Raise ReplayMismatch where outputs differ by more than `tolerance` times eager's largest
+    number. None: the error that reordered sums of a whole model may have, some hundred roundings of
+    the dtype and at most 0.1."""
     for (path, a), (_, b) in zip(_leaves(got), _leaves(want), strict=True):
         if isinstance(b, Tensor) and b.numel():
             usual = min(256 * torch.finfo(b.dtype).eps, 0.1) if b.is_floating_point() else 0.0

@@ -197,7 +197,9 @@ class Traced(AsItRuns):
             )
         return marked
 
-    def _backend(self, trace: str, least: int, kept_out: Sequence[str], gm: fx.GraphModule) -> Callable[..., Any]:
+    def _backend(
+        self, trace: str, least: int, kept_out: Sequence[str], gm: fx.GraphModule
+    ) -> Callable[..., Any]:
         """Compile a trace, whose smallest bucket has `least` tokens."""
         if not self._specialises(trace) and _refuses(least):
             raise _SizeSpecialises

@@ -6,8 +6,8 @@ On a graph that Dynamo has traced, before Inductor, in this order:
 2. `fuse_rotation_pass`: norms and rotation become arguments of the `decode_attention` they feed.
 3. `fuse_norm_linear_pass`: a linear with its norm, activation and residual becomes one call.
 
-Decode steps of a patched model run them (`attnops.hf.steps.graphed_steps.passes_of`). Other graphs run
-those that are given to `attnops.graphs.piecewise` or to Inductor's `pre_grad_custom_pass`.
+Decode steps of a patched model run them (`attnops.hf.steps.graphed_steps.passes_of`). Other graphs
+run those that are given to `attnops.graphs.piecewise` or to Inductor's `pre_grad_custom_pass`.
 
 While Inductor lowers a graph, `choose.py` puts the chosen kernel in place of every call of an op.
 If the kernel's torch ops take the place of the call, one pass runs on the graph of these ops:

@@ -152,7 +152,8 @@ def _is_getitem(node: fx.Node, index: int | None) -> bool:
 
 
 def _turn(side: _Side) -> Any:
-    """The angles (cos, sin) of a rotation, to whose input the side goes back; None for other code."""
+    """The angles (cos, sin) of a rotation, to whose input the side goes back; None for other
+    code."""
     node = side.back()
     for found in (found for pattern in ROTATIONS for found in readings(pattern, node)):
         side.inside |= dict.fromkeys(found["nodes"])

@@ -20,7 +20,8 @@ def results(run: Callable[[Any], Any], call: Call) -> dict[str, Tensor]:
 
 
 def runs_here(kernel: Kernel) -> bool:
-    """Has this machine what the kernel wants of one? Whether it takes a call is another question."""
+    """Has this machine what the kernel wants of one? Whether it takes a call is another
+    question."""
     refused = kernel.refusals(CASES[kernel.op][0].call().problem)
     return not {r.field for r in refused} & {"package", "target", "device"}
 
@@ -37,7 +38,8 @@ def case_of(op: str, label: str) -> Call:
 
 
 def right_or_skipped(kernel: Kernel, call: Call) -> None:
-    """The kernel's results are within the budget; skips a call that it refuses, with the reasons."""
+    """The kernel's results are within the budget; skips a call that it refuses, with the
+    reasons."""
     figures = check_kernel(kernel, call)
     if figures.refused:
         pytest.skip(str(figures))

@@ -18,7 +18,8 @@ from tests.helpers import ROOT
 # Read by OpenMP and by Inductor when torch is loaded, hence before any test module.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Scalar loops: g++ takes half as long, and an empty cache folder is not filled with trials of vector instructions first.
+# Scalar loops: g++ takes half as long, and an empty cache folder is not filled with trials of
+# vector instructions first.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # No line tables for profilers, a seventh of what g++ takes.
 os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
@@ -32,17 +33,23 @@ if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
     # The first example of a test may compile; a time limit for each would fail on it.
-    settings.register_profile("attnops", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "attnops", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("attnops")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--part", action="store_true", help="leave out tests marked `full`, and all cases but every nth of those marked `sweep(n)`"
+        "--part",
+        action="store_true",
+        help="leave out tests marked `full`, and all cases but every nth of those marked "
+        "`sweep(n)`",
     )
 
 
-# After -k and -m have chosen, so that of each file a chosen test says why it is skipped, and the nth of the chosen cases runs.
+# After -k and -m have chosen, so that of each file a chosen test says why it is skipped, and the
+# nth of the chosen cases runs.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("part"):
@@ -51,7 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All cases but the first of every n of a test marked `sweep(n)`, and every test marked `full`."""
+    """All cases but the first of every n of a test marked `sweep(n)`, and every test marked
+    `full`."""
     cases, kept, left = Counter[str](), list[pytest.Item](), list[pytest.Item]()
     for item in items:
         test, mark = item.nodeid.partition("[")[0], item.get_closest_marker("sweep")
@@ -75,15 +83,24 @@ def skip_on_gpu(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     # One line a file says so.
-    count, first = Counter(item.path for item in on_gpu), {item.path: item for item in reversed(on_gpu)}
+    count, first = (
+        Counter(item.path for item in on_gpu),
+        {item.path: item for item in reversed(on_gpu)},
+    )
     for path, item in first.items():
-        item.add_marker(pytest.mark.skip(reason=f"{count[path]} tests need a CUDA device; torch {torch.__version__} finds none"))
+        item.add_marker(
+            pytest.mark.skip(
+                reason=f"{count[path]} tests need a CUDA device; torch {torch.__version__} finds "
+                "none"
+            )
+        )
     left_out = {*on_gpu} - {*first.values()}
     items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:
-    # What is there now lives to the end; and Dynamo allocates by the million, where the default looks for cycles at every 700th object.
+    # What is there now lives to the end; and Dynamo allocates by the million, where the default
+    # looks for cycles at every 700th object.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
@@ -97,7 +114,8 @@ def pytest_unconfigure() -> None:
 def _same_start() -> Iterator[None]:
     random.seed(0)
     if torch := sys.modules.get("torch"):
-        # Where there is no device, torch.manual_seed would keep a seed and a traceback for one, longer than many a test takes.
+        # Where there is no device, torch.manual_seed would keep a seed and a traceback for one,
+        # longer than many a test takes.
         (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
         torch.set_num_threads(1)
     if errors := sys.modules.get("attnops.core.errors"):

@@ -1,4 +1,5 @@
-"""Training steps in two processes, under DDP or FSDP2, beside those of one process over the whole batch."""
+"""Training steps in two processes, under DDP or FSDP2, beside those of one process over the whole
+batch."""
 
 import os
 import socket
@@ -38,14 +39,24 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Packed documents through layers of `attnops.nn`, with grouped heads, a window, sinks and latents."""
+    """Packed documents through layers of `attnops.nn`, with grouped heads, a window, sinks and
+    latents."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        grouped = SelfAttention(WIDTH, 8, 4, 64, qk_norm=True, rope=RotaryEmbedding(64), window=(6, -1), sinks=True)
-        sizes: dict[str, int] = {"kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
-        latent = LatentAttention(WIDTH, 3, q_lora_rank=20, rope=RotaryEmbedding(8, interleaved=True), **sizes)
+        grouped = SelfAttention(
+            WIDTH, 8, 4, 64, qk_norm=True, rope=RotaryEmbedding(64), window=(6, -1), sinks=True
+        )
+        sizes: dict[str, int] = {
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        }
+        latent = LatentAttention(
+            WIDTH, 3, q_lora_rank=20, rope=RotaryEmbedding(8, interleaved=True), **sizes
+        )
         self.layers = nn.ModuleList([Block(grouped), Block(latent)])
 
     def forward(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -57,7 +68,8 @@ class Decoder(nn.Module):
 
 
 def modules(device: str) -> tuple[nn.Module, list[nn.Module], Loss]:
-    """The model of our layers, its blocks, and its loss of tokens `[rows, tokens]`: a row holds the documents of one process."""
+    """The model of our layers, its blocks, and its loss of tokens `[rows, tokens]`: a row holds the
+    documents of one process."""
     model = Decoder().to(device)
 
     def loss(run: nn.Module, tokens: Tensor) -> Tensor:
@@ -73,19 +85,28 @@ def hugging_face(device: str) -> tuple[nn.Module, list[nn.Module], Loss]:
     """As `modules`, of a patched model of transformers."""
     model = tiny.model("llama").to(device).train()
     attnops.patch(model)
-    return model, list(model.model.layers), lambda run, tokens: run(tokens, labels=tokens, use_cache=False).loss
+    return (
+        model,
+        list(model.model.layers),
+        lambda run, tokens: run(tokens, labels=tokens, use_cache=False).loss,
+    )
 
 
 MODELS = {"attnops.nn": modules, "transformers": hugging_face}
 WAYS = ("ddp", "fsdp2")
 CASES = {
     f"{model}, {way}, {'compiled' if compiled else 'eager'}": (model, way, compiled)
-    for model in MODELS for way in WAYS for compiled in (False, True)
-}  # fmt: skip
+    for model in MODELS
+    for way in WAYS
+    for compiled in (False, True)
+}
 
 
-def train(model: nn.Module, run: nn.Module, loss: Loss, batches: Tensor, autocast: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """(the loss of each step, every parameter's way from its start, by name) of steps over batches `[STEPS, rows, tokens]`."""
+def train(
+    model: nn.Module, run: nn.Module, loss: Loss, batches: Tensor, autocast: bool
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """(the loss of each step, every parameter's way from its start, by name) of steps over batches
+    `[STEPS, rows, tokens]`."""
     start = {name: whole(p) for name, p in model.named_parameters()}
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
     for tokens in batches:
@@ -100,10 +121,14 @@ def train(model: nn.Module, run: nn.Module, loss: Loss, batches: Tensor, autocas
 
 def whole(parameter: Tensor) -> Tensor:
     """A copy of a parameter, gathered if it is sharded."""
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+    return (
+        (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+    )
 
 
-def parallel(way: str, model: nn.Module, blocks: list[nn.Module], compiled: bool, backend: str) -> nn.Module:
+def parallel(
+    way: str, model: nn.Module, blocks: list[nn.Module], compiled: bool, backend: str
+) -> nn.Module:
     if way == "ddp":
         # Buckets as small as they can be, so that Dynamo splits the graph between the layers.
         ddp = DistributedDataParallel(model, bucket_cap_mb=1)
@@ -117,7 +142,8 @@ def parallel(way: str, model: nn.Module, blocks: list[nn.Module], compiled: bool
 
 
 def case(name: str, rank: int, device: str, backend: str) -> tuple[float, float]:
-    """The largest distance from one process's losses, and from its steps of a parameter, both relative."""
+    """The largest distance from one process's losses, and from its steps of a parameter, both
+    relative."""
     kind, way, compiled = CASES[name]
     autocast = device != "cpu"
     torch.manual_seed(0)
@@ -134,7 +160,9 @@ def case(name: str, rank: int, device: str, backend: str) -> tuple[float, float]
     mean /= WORLD
     far = float(((mean - torch.stack(losses)) / torch.stack(losses)).abs().max())
     assert found.keys() == moved.keys()
-    assert all(float(moved[n].norm()) > 0 for n in moved), "a parameter without a gradient proves nothing"
+    assert all(float(moved[n].norm()) > 0 for n in moved), (
+        "a parameter without a gradient proves nothing"
+    )
     return far, max(float((found[n] - moved[n]).norm() / moved[n].norm()) for n in moved)
 
 
@@ -144,7 +172,12 @@ def worker(rank: int, port: int, device: str, backend: str, names: list[str], ou
     if device != "cpu":
         device = f"{device}:{rank}"
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=120),
+    )
     try:
         found: dict[str, Any] = {}
         for name in names:
@@ -159,20 +192,29 @@ def worker(rank: int, port: int, device: str, backend: str, names: list[str], ou
         dist.destroy_process_group()
 
 
-def results(device: str, backend: str, names: list[str], out: Path, timeout_s: float = 300) -> dict[str, list[Any]]:
+def results(
+    device: str, backend: str, names: list[str], out: Path, timeout_s: float = 300
+) -> dict[str, list[Any]]:
     """What each process found, by case; the text of an error where a case raised one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = ready() if device == "cpu" else get_context("spawn")  # CUDA cannot begin in a fork of a process that has asked for it
-    processes = [context.Process(target=worker, args=(rank, port, device, backend, names, str(out))) for rank in range(WORLD)]
+    context = (
+        ready() if device == "cpu" else get_context("spawn")
+    )  # CUDA cannot begin in a fork of a process that has asked for it
+    processes = [
+        context.Process(target=worker, args=(rank, port, device, backend, names, str(out)))
+        for rank in range(WORLD)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(timeout_s)
         if process.is_alive():
             process.kill()
-    found = [torch.load(path) if (path := Path(out, str(rank))).exists() else {} for rank in range(WORLD)]
+    found = [
+        torch.load(path) if (path := Path(out, str(rank))).exists() else {} for rank in range(WORLD)
+    ]
     return {name: [each.get(name, "it did not run") for each in found] for name in names}
 
 

@@ -1,7 +1,8 @@
-"""Faint rows, whose logits are all finite and below -1e6: what every kernel owes them, and the rows beside them.
+"""Faint rows, whose logits are all finite and below -1e6: what every kernel owes them, and the rows
+beside them.
 
-Two calls that differ in these rows alone: in the calm one they see no key, or are all zeros, and have no gradient. The results of all
-other rows are those of the calm call, within its budget.
+Two calls that differ in these rows alone: in the calm one they see no key, or are all zeros, and
+have no gradient. The results of all other rows are those of the calm call, within its budget.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ def forward(op: str, f: Features, device: str) -> Call:
         return make_call("varlen_attention", source, (5, 3), (9, 7), f, padding=(0, 0))
     if op == "paged_attention":
         return make_call("paged_attention", source, (5, 3), (9, 7), 4, f, padding=0)
-    return make_call("mla_attention", source, (5, 3), (9, 7), 4, replace(f, head_dim=20, v_head_dim=16), padding=0)
+    return make_call(
+        "mla_attention",
+        source,
+        (5, 3),
+        (9, 7),
+        4,
+        replace(f, head_dim=20, v_head_dim=16),
+        padding=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,8 @@ class Pair:
 
 
 def pair(op: str, way: str, dtype: torch.dtype, device: str = "cpu") -> Pair:
-    """Forward calls. In those with a mask, the rows that it hides, all or some keys, are faint, or keep their other keys."""
+    """Forward calls. In those with a mask, the rows that it hides, all or some keys, are faint, or
+    keep their other keys."""
     if way == "products":
         return _by_products(op, dtype, device)
     calm = forward(op, replace(MASKED, dtype=dtype), device)
@@ -81,10 +91,14 @@ def _lse(call: Call) -> Tensor:
 def gradients(of: Pair, kernel: Kernel, loud: bool, unseen: bool) -> Pair:
     """Backward calls, with the gradient of a mask where the kernel has it.
 
-    loud: the faint rows' output has a gradient. unseen: their lse is -inf, as of a forward in which they see no key.
+    loud: the faint rows' output has a gradient. unseen: their lse is -inf, as of a forward in which
+    they see no key.
     """
     graded = "mask_grad" in kernel.takes and "mask" in of.wild.arguments
-    wild, calm = (gradient_call(Source(2, of.faint.device), call, mask_grad=graded) for call in (of.wild, of.calm))
+    wild, calm = (
+        gradient_call(Source(2, of.faint.device), call, mask_grad=graded)
+        for call in (of.wild, of.calm)
+    )
     here = of.faint[..., None]
     quiet = {"grad_output": wild.arguments["grad_output"].masked_fill(here, 0.0)}
     wild = wild if loud else wild.with_(**quiet)
@@ -94,7 +108,8 @@ def gradients(of: Pair, kernel: Kernel, loud: bool, unseen: bool) -> Pair:
 
 
 def check(kernel: Kernel, of: Pair, shared: bool = True) -> None:
-    """Run a kernel on the wild call, without lse where it gives none. shared: compare results that rows share, too."""
+    """Run a kernel on the wild call, without lse where it gives none. shared: compare results that
+    rows share, too."""
     wild = of.wild
     if any(r.field == "lse" for r in kernel.refusals(wild.problem)):
         wild = wild.with_(lse=None, return_lse=None)
@@ -103,7 +118,11 @@ def check(kernel: Kernel, of: Pair, shared: bool = True) -> None:
     with torch.no_grad():
         found = kernel.run(wild.record)
     names = [r.name for r in wild.spec.results]
-    results = dict(zip(names, found, strict=True)) if names else {n: wild.arguments[n] for n in wild.mutated}
+    results = (
+        dict(zip(names, found, strict=True))
+        if names
+        else {n: wild.arguments[n] for n in wild.mutated}
+    )
     expected = oracle(of.calm)
     allowed = allowance(of.calm, expected, kernel.tolerance.rounded_sums)
     assert of.faint.any() and not of.faint.all()
@@ -125,7 +144,8 @@ def check(kernel: Kernel, of: Pair, shared: bool = True) -> None:
 
 
 def checked(kernel: Kernel, way: str, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Calls of the kernel's op with faint rows; gradients with and without one of their output, of lse both ways."""
+    """Calls of the kernel's op with faint rows; gradients with and without one of their output, of
+    lse both ways."""
     of = pair(kernel.op.removesuffix("_backward"), way, dtype, device)
     if not kernel.op.endswith("_backward"):
         check(kernel, of)
@@ -143,14 +163,19 @@ def runs() -> list[tuple[str, str, str, torch.dtype]]:
         for kernel in kernels_of(op).values():
             for way, dtype in ((way, dtype) for way in ways for dtype in (BF16, F32, F16)):
                 # The least number of float16 is above -1e6, and -1e9 is -inf.
-                told = way == "products" if dtype == F16 else "mask" in kernel.takes or way == "products"
+                told = (
+                    way == "products"
+                    if dtype == F16
+                    else "mask" in kernel.takes or way == "products"
+                )
                 if told and dtype in kernel.dtypes:
                     found.append((op, kernel.name, way, dtype))
     return found
 
 
 def merges(kernel: Kernel) -> None:
-    """Of partial results whose lse is that of faint rows, in all parts of some rows and in one part of others."""
+    """Of partial results whose lse is that of faint rows, in all parts of some rows and in one part
+    of others."""
     shape = (5, 4, 16) if kernel.op == "merge_state" else (5, 3, 4, 16)
     calm = make_call(kernel.op, Source(1), shape, F32)
     lses = {n: t.clone() for n, t in calm.tensors().items() if n.startswith("lse")}

@@ -1,4 +1,5 @@
-"""What several tests need: where the code lies, how it names itself, and a Python that has imported nothing yet."""
+"""What several tests need: where the code lies, how it names itself, and a Python that has imported
+nothing yet."""
 
 import ast
 import gc
@@ -35,14 +36,17 @@ PathFinder.find_spec = _block({names!r}, PathFinder.find_spec)
 
 @cache
 def sources() -> Mapping[str, Path]:
-    """Module name -> file, for every file of attnops, lowering and graphs (links are not followed twice)."""
+    """Module name -> file, for every file of attnops, lowering and graphs (links are not followed
+    twice)."""
     found = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             relative = path.relative_to(ROOT / folder)
             if folder == "attnops" and relative.parts[0] in FOLDERS:
                 continue
-            found[".".join([package, *relative.with_suffix("").parts]).removesuffix(".__init__")] = path
+            found[
+                ".".join([package, *relative.with_suffix("").parts]).removesuffix(".__init__")
+            ] = path
     return found
 
 
@@ -56,7 +60,13 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from runtime_nodes(child)
 
 
-def fresh_process(code: str, *, block: Iterable[str] = (), env: Mapping[str, str] | None = None, timeout_s: float = 240) -> str:
+def fresh_process(
+    code: str,
+    *,
+    block: Iterable[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 240,
+) -> str:
     """Run code in a new Python at the repository's root and return what it printed.
 
     Args:
@@ -78,13 +88,16 @@ def fresh_process(code: str, *, block: Iterable[str] = (), env: Mapping[str, str
         timeout=timeout_s,
     )
     if done.returncode:
-        raise AssertionError(f"the process ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        raise AssertionError(
+            f"the process ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
     return done.stdout
 
 
 @contextmanager
 def importable(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Within the block `import` finds these modules under these names; after it, what it found before."""
+    """Within the block `import` finds these modules under these names; after it, what it found
+    before."""
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
@@ -98,7 +111,13 @@ def importable(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 # Most of what a test of a compiled or patched model waits for in a new Python, and none of it ours.
-READY = ["torch", "torch._inductor.compile_fx", "torch._inductor.codegen.cpp", "transformers.modeling_utils", "transformers.generation"]
+READY = [
+    "torch",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "transformers.modeling_utils",
+    "transformers.generation",
+]
 
 
 @cache
@@ -143,11 +162,15 @@ def _execute(code: str, arguments: list[str], env: dict[str, str], out: str) -> 
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
 
-def ready_process(code: str, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 240) -> str:
-    """As `fresh_process`, in a process that has loaded torch, its compiler and transformers already, and nothing of ours.
+def ready_process(
+    code: str, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 240
+) -> str:
+    """As `fresh_process`, in a process that has loaded torch, its compiler and transformers
+    already, and nothing of ours.
 
-    It is forked from one that did, which saves the seconds they take. For tests that do not ask what is loaded, or what happens while
-    it is: those variables in `env` that torch reads when it is imported come too late. arguments: sys.argv after its first.
+    It is forked from one that did, which saves the seconds they take. For tests that do not ask
+    what is loaded, or what happens while it is: those variables in `env` that torch reads when it
+    is imported come too late. arguments: sys.argv after its first.
     """
 
     def run(given: tuple[Any, ...]) -> int | None:

@@ -25,7 +25,8 @@ def invariant(kernel: Kernel) -> Kernel:
 
 
 def rows_of(call: Call, chosen: Sequence[int]) -> Tensor:
-    """The tokens of these requests; of a dense or a sparse call, and of a merge, requests are rows."""
+    """The tokens of these requests; of a dense or a sparse call, and of a merge, requests are
+    rows."""
     device = next(iter(call.tensors().values())).device
     starts = call.held().get("starts_of_queries")
     return torch.tensor(list(chosen), device=device) if starts is None else within(starts, chosen)
@@ -38,8 +39,13 @@ def within(starts: Tensor, chosen: Sequence[int]) -> Tensor:
 
 
 def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
-    """The call of these requests alone, in a page table of `columns` more columns. What is written is NaN beforehand."""
-    held, named, source = call.held(), {a.holds: a.name for a in call.spec.args}, Source(device=rows_of(call, chosen).device)
+    """The call of these requests alone, in a page table of `columns` more columns. What is written
+    is NaN beforehand."""
+    held, named, source = (
+        call.held(),
+        {a.holds: a.name for a in call.spec.args},
+        Source(device=rows_of(call, chosen).device),
+    )
     rows = {"T": rows_of(call, chosen), "B": torch.tensor(list(chosen), device=source.device)}
     new: dict[str, Any] = {}
     for role, starts in held.items():
@@ -56,19 +62,30 @@ def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
             new[name] = x[rows[letter]]
     if "page_ids" in held:
         new[named["page_ids"]] = pad(new[named["page_ids"]], (0, columns), value=-1)
-        new |= {"mask": pad(new["mask"], (0, columns * held["pages"].shape[1]))} if "mask" in new else {}
+        new |= (
+            {"mask": pad(new["mask"], (0, columns * held["pages"].shape[1]))}
+            if "mask" in new
+            else {}
+        )
     for name in call.writes:
         if name in new:
-            new[name] = torch.full_like(new[name], float("nan") if new[name].is_floating_point() else -1)
+            new[name] = torch.full_like(
+                new[name], float("nan") if new[name].is_floating_point() else -1
+            )
     return call.with_(**new)
 
 
 def results(call: Call, kernel: Kernel | None = None) -> list[Tensor]:
-    """What the op gives under a deterministic policy: of `kernel` with the plan it wants from the host, or of the one that is chosen."""
+    """What the op gives under a deterministic policy: of `kernel` with the plan it wants from the
+    host, or of the one that is chosen."""
     call = call if kernel is None else planned(kernel, call, POLICY)
     record = changed(call.record, policy=POLICY)
     args, kwargs = split(record)
-    returned = getattr(torch.ops.attnops, call.op).default(*args, **kwargs) if kernel is None else kernel.run(record)
+    returned = (
+        getattr(torch.ops.attnops, call.op).default(*args, **kwargs)
+        if kernel is None
+        else kernel.run(record)
+    )
     if returned is None:
         return [call.arguments[n] for n in call.writes if n in call.arguments]
     return [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x.numel()]
@@ -81,11 +98,14 @@ def may_be_chosen(kernel: Kernel, call: Call) -> bool:
 
 
 def same_bits(call: Call, groups: Sequence[Sequence[int]], kernel: Kernel | None = None) -> None:
-    """Every group of requests alone gives what it gives among the others, in page tables of several widths."""
+    """Every group of requests alone gives what it gives among the others, in page tables of several
+    widths."""
     whole = [x.clone() for x in results(call, kernel)]
     assert whole
     for n, chosen in enumerate(groups):
         rows = rows_of(call, chosen)
         for among, alone in zip(whole, results(only(call, chosen, columns=n), kernel), strict=True):
             assert not alone.isnan().any()
-            assert torch.equal(among[rows], alone), f"requests {tuple(chosen)} differ when they are alone"
+            assert torch.equal(among[rows], alone), (
+                f"requests {tuple(chosen)} differ when they are alone"
+            )

@@ -1,4 +1,5 @@
-"""What tests of measured times share: tables of their own in a folder, Problems, kernels that are off, and results files."""
+"""What tests of measured times share: tables of their own in a folder, Problems, kernels that are
+off, and results files."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,8 @@ STEP, SQUARE = decoding(PAGED), toy(DENSE)
 
 @contextmanager
 def tables_in(folder: Path) -> Iterator[Path]:
-    """Within the block the user's tables are below `folder`, and those that ship in `folder/shipped`: none at first."""
+    """Within the block the user's tables are below `folder`, and those that ship in
+    `folder/shipped`: none at first."""
     (folder / "shipped").mkdir()
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("ATTNOPS_CACHE_DIR", str(folder / "cache"))
@@ -41,10 +43,17 @@ def decode(batch: int = 8, context: int = 4096, target: Target = SM90, **more: A
 
 def square(batch: int = 1, length: int = 16, target: Target | None = None, **more: Any) -> Problem:
     """A dense prompt of a small shape."""
-    return altered(problem_of(SQUARE, [length] * batch, [length] * batch, target or Target()), **more)
+    return altered(
+        problem_of(SQUARE, [length] * batch, [length] * batch, target or Target()), **more
+    )
 
 
-def table(*grids: Grid, gpu: str = "Some GPU", target: str = "sm90", versions: Mapping[str, str] | None = None) -> Table:
+def table(
+    *grids: Grid,
+    gpu: str = "Some GPU",
+    target: str = "sm90",
+    versions: Mapping[str, str] | None = None,
+) -> Table:
     """A table of these grids. versions: those of no kernel if None."""
     names = {f"{g.kind.op}.{n}": "" for g in grids for n in g.us}
     given = names if versions is None else versions
@@ -80,11 +89,18 @@ def scaled(by):
     return run
 
 
-STAMP = {"device": "Some GPU", "torch": "2.11.0", "date": "2026-01-01", "commit": "0123456789abcdef", "packages": ["far==1.0"]}
+STAMP = {
+    "device": "Some GPU",
+    "torch": "2.11.0",
+    "date": "2026-01-01",
+    "commit": "0123456789abcdef",
+    "packages": ["far==1.0"],
+}
 
 
 def results_file(root, machine, name, data):
-    """A results file of a machine below `root`: its path. data: of the file besides STAMP, or its text."""
+    """A results file of a machine below `root`: its path. data: of the file besides STAMP, or its
+    text."""
     path = root / "benchmarks" / "results" / machine / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(data if isinstance(data, str) else json.dumps({**STAMP, **data}))

@@ -22,7 +22,8 @@ def cu(lengths):
 
 
 def refused(call, text):
-    """The InvalidInput that the call raises. Its text begins like this: `field: got ..., want ...`."""
+    """The InvalidInput that the call raises. Its text begins like this:
+    `field: got ..., want ...`."""
     with pytest.raises(InvalidInput) as caught:
         call()
     assert str(caught.value).startswith(text)
@@ -31,11 +32,19 @@ def refused(call, text):
 
 
 def turned(x, positions, turns, interleaved=False, factor=1.0):
-    """RoPE as multiplication by complex numbers. x `[T, H, D]`; turns `[D / 2]`: the angle of a pair at position 1."""
+    """RoPE as multiplication by complex numbers. x `[T, H, D]`; turns `[D / 2]`: the angle of a
+    pair at position 1."""
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     angle = positions[:, None].double() * turns
-    z = torch.complex(a.double(), b.double()) * torch.polar(torch.full_like(angle, factor), angle)[:, None]
-    return torch.stack([z.real, z.imag], -1).flatten(-2) if interleaved else torch.cat([z.real, z.imag], -1)
+    z = (
+        torch.complex(a.double(), b.double())
+        * torch.polar(torch.full_like(angle, factor), angle)[:, None]
+    )
+    return (
+        torch.stack([z.real, z.imag], -1).flatten(-2)
+        if interleaved
+        else torch.cat([z.real, z.imag], -1)
+    )
 
 
 def poisoned(cache):
@@ -52,9 +61,15 @@ def pages_of(cache, layer=0):
 
 
 def padded(batch, tokens):
-    """The step as a fixed-size graph runs it: one more request, of length 0, and tokens of nobody."""
+    """The step as a fixed-size graph runs it: one more request, of length 0, and tokens of
+    nobody."""
     zeros = batch.seq_lens.new_zeros
-    chunks = [dataclasses.replace(c, cu_seqlens_k=F.pad(c.cu_seqlens_k, (0, 1), value=int(c.cu_seqlens_k[-1]))) for c in batch.prefix or ()]
+    chunks = [
+        dataclasses.replace(
+            c, cu_seqlens_k=F.pad(c.cu_seqlens_k, (0, 1), value=int(c.cu_seqlens_k[-1]))
+        )
+        for c in batch.prefix or ()
+    ]
     return dataclasses.replace(
         batch,
         page_table=torch.cat([batch.page_table, zeros(1, batch.page_table.shape[1])]),

@@ -1,4 +1,5 @@
-"""A line every half minute of a run of tests: how many are done, the time they took, and about how much remains. `make` loads it."""
+"""A line every half minute of a run of tests: how many are done, the time they took, and about how
+much remains. `make` loads it."""
 
 import time
 
@@ -13,7 +14,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Progress:
-    """Counts tests as they end. Those ahead are taken to need as long as those behind, on average."""
+    """Counts tests as they end. Those ahead are taken to need as long as those behind, on
+    average."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.done, self.start = config, 0, time.monotonic()

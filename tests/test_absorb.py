@@ -1,4 +1,5 @@
-"""absorbed_weights: views of a plain weight, the effective weight of anything else, and always the weight there is now."""
+"""absorbed_weights: views of a plain weight, the effective weight of anything else, and always the
+weight there is now."""
 
 import copy
 import gc
@@ -83,7 +84,10 @@ class Doubled(nn.Module):
 
 def int8():
     module = linear()
-    module.weight = nn.Parameter(Int8(torch.randint(-9, 9, (ROWS, DC), dtype=torch.int8), torch.tensor(0.1)), requires_grad=False)
+    module.weight = nn.Parameter(
+        Int8(torch.randint(-9, 9, (ROWS, DC), dtype=torch.int8), torch.tensor(0.1)),
+        requires_grad=False,
+    )
     return module
 
 
@@ -98,7 +102,8 @@ def hooked():
 
 
 def offloaded():
-    """As accelerate does it: the weight on meta, and a forward of the instance's own that brings it."""
+    """As accelerate does it: the weight on meta, and a forward of the instance's own that brings
+    it."""
     module = linear()
     kept = module.weight.data
     module.weight = nn.Parameter(kept.to("meta"), requires_grad=False)
@@ -108,9 +113,13 @@ def offloaded():
 
 
 KINDS = {
-    "linear": linear, "lora": lambda: LoRA(LoRA(linear())), "int8": int8, "parametrised": parametrised, "hooked": hooked,
+    "linear": linear,
+    "lora": lambda: LoRA(LoRA(linear())),
+    "int8": int8,
+    "parametrised": parametrised,
+    "hooked": hooked,
     "offloaded": offloaded,
-}  # fmt: skip
+}
 
 
 def effective(module):
@@ -148,7 +157,9 @@ def change(module):
     if isinstance(module.weight, Int8):
         module.weight.scale.mul_(3)
         yield
-        module.weight = nn.Parameter(Int8(module.weight.data8 + 1, module.weight.scale), requires_grad=False)
+        module.weight = nn.Parameter(
+            Int8(module.weight.data8 + 1, module.weight.scale), requires_grad=False
+        )
         yield
     if hasattr(module, "kept"):
         module.kept.mul_(3)
@@ -159,7 +170,11 @@ def change(module):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_change_is_followed(kind, compiled):
     module = KINDS[kind]()
-    run = torch.compile(absorbed_weights, backend="eager", fullgraph=True) if compiled else absorbed_weights
+    run = (
+        torch.compile(absorbed_weights, backend="eager", fullgraph=True)
+        if compiled
+        else absorbed_weights
+    )
     with torch.no_grad():
         right(module, run)
         right(module, run)
@@ -174,7 +189,10 @@ def test_a_plain_weight_is_viewed(heads):
     module = nn.Linear(DC, heads * (NOPE + V), bias=False)
     w_uk, w_uv = absorbed_weights(module, NOPE, V, LIKE)
     assert (w_uk.shape, w_uv.shape) == ((heads, NOPE, DC), (heads, V, DC)) and w_uk.requires_grad
-    assert w_uk.data_ptr() == module.weight.data_ptr() and w_uv.data_ptr() == module.weight[NOPE].data_ptr()
+    assert (
+        w_uk.data_ptr() == module.weight.data_ptr()
+        and w_uv.data_ptr() == module.weight[NOPE].data_ptr()
+    )
     assert "_attnops_absorbed" not in vars(module)
 
 
@@ -215,7 +233,8 @@ def test_what_has_not_changed_is_kept(counted):
 @pytest.mark.parametrize("kind", ["lora", "parametrised"])
 @torch.no_grad()
 def test_writes_that_change_no_version_are_renewed(kind):
-    """In the memory of before, which CUDA graphs read; now, or by the next call. Copies of the module have memory of their own."""
+    """In the memory of before, which CUDA graphs read; now, or by the next call. Copies of the
+    module have memory of their own."""
     module = KINDS[kind]()
     first = absorbed_weights(module, NOPE, V, LIKE)
     twin = copy.deepcopy(module)
@@ -244,7 +263,10 @@ def test_streams_in_turn(monkeypatch, again):
                 w_uk, w_uv = absorbed_weights(module, NOPE, V, LIKE)
                 w_uk.add(1), w_uv.add(1)
     assert not races.found
-    assert {stream for stream, at in races.used if at == w_uk.untyped_storage().data_ptr()} == {1, 2}
+    assert {stream for stream, at in races.used if at == w_uk.untyped_storage().data_ptr()} == {
+        1,
+        2,
+    }
 
 
 @torch.no_grad()
@@ -313,8 +335,13 @@ def test_peft():
 
 def test_a_bias_and_broken_heads():
     for module in (nn.Linear(DC, ROWS), LoRA(nn.Linear(DC, ROWS))):
-        refused(lambda module=module: absorbed_weights(module, NOPE, V, LIKE), "kv_b.bias: got a bias")
-    refused(lambda: absorbed_weights(linear(), NOPE, V + 1, LIKE), "kv_b.weight.shape[0]: got 27, want a multiple of 4 + 6")
+        refused(
+            lambda module=module: absorbed_weights(module, NOPE, V, LIKE), "kv_b.bias: got a bias"
+        )
+    refused(
+        lambda: absorbed_weights(linear(), NOPE, V + 1, LIKE),
+        "kv_b.weight.shape[0]: got 27, want a multiple of 4 + 6",
+    )
 
 
 @torch.no_grad()
@@ -338,7 +365,8 @@ def test_a_change_of_the_class_is_seen(monkeypatch):
 
 
 def test_a_replica_keeps_its_own():
-    """torch.nn.DataParallel copies the `__dict__` of a module; other weights follow in that of the replica."""
+    """torch.nn.DataParallel copies the `__dict__` of a module; other weights follow in that of the
+    replica."""
     module = LoRA(linear())
     first, before = absorbed_weights(module, NOPE, V, LIKE)[0], effective(module)[0]
     replica = module._replicate_for_data_parallel()

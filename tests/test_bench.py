@@ -1,4 +1,5 @@
-"""`attnops bench`: every suite once at toy size, and what becomes of its figures: verdicts, files, comparisons, pictures, pages."""
+"""`attnops bench`: every suite once at toy size, and what becomes of its figures: verdicts, files,
+comparisons, pictures, pages."""
 
 import io
 import json
@@ -45,7 +46,9 @@ from tests.hf.helpers import Counter
 from tests.measuring import exchange, scaled
 
 CPU = torch.device("cpu")
-TOY = Setup(CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0})
+TOY = Setup(
+    CPU, quick=True, backend="eager", ceilings={"bandwidth_tb_s": 1.0, "matmul_tflop_s": 1.0}
+)
 CEILINGS = {"bandwidth_tb_s", "matmul_tflop_s"}
 GPU = Setup(torch.device("cuda"))
 STEPS = table.WAYS["training_steps"]
@@ -53,10 +56,16 @@ STEPS = table.WAYS["training_steps"]
 
 @pytest.fixture(scope="session")
 def reports_of(tmp_path_factory) -> Any:
-    """(reports of all suites, what was printed, the folder of files). Dynamo hands graphs to itself: nothing is timed well."""
-    folder, console = tmp_path_factory.mktemp("bench"), Console(width=150, record=True, file=io.StringIO())
+    """(reports of all suites, what was printed, the folder of files). Dynamo hands graphs to
+    itself: nothing is timed well."""
+    folder, console = (
+        tmp_path_factory.mktemp("bench"),
+        Console(width=150, record=True, file=io.StringIO()),
+    )
     every = tuple(suite.name for suite in suites.SUITES)
-    reports = command.run(console, every, Setup(CPU, quick=True, backend="eager"), out=folder, commit="c0ffee")
+    reports = command.run(
+        console, every, Setup(CPU, quick=True, backend="eager"), out=folder, commit="c0ffee"
+    )
     return reports, console.export_text(), folder
 
 
@@ -67,21 +76,29 @@ def reports(reports_of) -> Any:
 
 def entry(case, way, median_us=None, spread_us=None, **more):
     times = {"median_us": median_us, "spread_us": spread_us}
-    return {"case": case, "way": way, **{name: us for name, us in times.items() if us is not None}, **more}
+    return {
+        "case": case,
+        "way": way,
+        **{name: us for name, us in times.items() if us is not None},
+        **more,
+    }
 
 
 def patch_with(monkeypatch, change):
-    """Until the test ends patched models have in the place of sdpa what `change` makes of a call and of what sdpa runs."""
+    """Until the test ends patched models have in the place of sdpa what `change` makes of a call
+    and of what sdpa runs."""
     right, patch = kernels_of("attention")["sdpa"].run, attnops.hf.patch
     exchange(monkeypatch, "attention", "sdpa", lambda call: change(call, right))
-    monkeypatch.setattr(attnops.hf, "patch", lambda model, **more: patch(model, kernel="sdpa", **more))
+    monkeypatch.setattr(
+        attnops.hf, "patch", lambda model, **more: patch(model, kernel="sdpa", **more)
+    )
 
 
 def attnops_bench(*arguments):
     return CliRunner().invoke(app, ["bench", *(str(a) for a in arguments)])
 
 
-# Suites ---------------------------------------------------------------------------------------------------------------
+# Suites -------------------------------------------------------------------------------------------
 
 
 def test_every_suite_measures(reports_of):
@@ -92,13 +109,19 @@ def test_every_suite_measures(reports_of):
         report = reports[suite.name]
         assert read(folder / f"{suite.stem}.json") == json.loads(text_of(report))
         if suite.name == "graphs":
-            assert not report["rows"] and set(report["left_out"].values()) == {"there are no CUDA graphs on a CPU"}
+            assert not report["rows"] and set(report["left_out"].values()) == {
+                "there are no CUDA graphs on a CPU"
+            }
             continue
-        left = [why for why in report["left_out"].values() if "version of PEFT" not in why]  # which transformers refuses
+        left = [
+            why for why in report["left_out"].values() if "version of PEFT" not in why
+        ]  # which transformers refuses
         assert report["rows"] and not report["failed"] and not left, suite.name
         assert report["commit"] == "c0ffee" and report["size"] == "toy" and suite.name in printed
         assert report["ceilings"].keys() == CEILINGS and min(report["ceilings"].values()) > 0
-        assert report["code"] and report["code"].items() <= digests(all_kernels()).items(), "of today's kernels"
+        assert report["code"] and report["code"].items() <= digests(all_kernels()).items(), (
+            "of today's kernels"
+        )
         assert {kernel.partition(".")[0] for kernel in report["code"]} <= {*(suite.ops or OPS)}
         for row in report["rows"]:
             assert "wrong" not in row, row
@@ -122,25 +145,38 @@ def test_kernels_are_beside_others(reports):
         for row in (rows[way] for way in training.OURS):
             assert row["kernel"] and row["host_us"] > 0 and row["error"] > 0
     plain, packed, *_ = ways(reports["training"]).values()
-    assert plain["torch"]["error"] > 0 and plain["automatic"]["of_direct"] > 0 and "torch" not in packed
+    assert (
+        plain["torch"]["error"] > 0
+        and plain["automatic"]["of_direct"] > 0
+        and "torch" not in packed
+    )
 
 
 def test_the_bytes_of_a_step():
-    """Weights but the embedding, which is read a row at a time, and keys and values of all layers, of a window no more than it has."""
+    """Weights but the embedding, which is read a row at a time, and keys and values of all layers,
+    of a window no more than it has."""
 
     def kept(model):
         """Bytes of a token in the cache."""
         c = model.config
         return c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * 4
 
-    plain, tied, mixture = (decode.models.build(TOY, name) for name in ("llama", "gemma2", "mixtral"))
+    plain, tied, mixture = (
+        decode.models.build(TOY, name) for name in ("llama", "gemma2", "mixtral")
+    )
     weights, whole = (sum(p.nbytes for p in model.parameters()) for model in (plain, tied))
     own = weights - plain.get_input_embeddings().weight.nbytes
     assert decode.bytes_of(plain, Point(3, 20)) == own + 3 * 20 * kept(plain)
     window = tied.config.sliding_window
     near, far = (decode.bytes_of(tied, Point(1, n)) for n in (window, window + 8))
     assert near == whole + window * kept(tied), "a tied embedding is read for the logits"
-    assert far - near == 8 * kept(tied) * tied.config.layer_types.count("full_attention") // tied.config.num_hidden_layers
+    assert (
+        far - near
+        == 8
+        * kept(tied)
+        * tied.config.layer_types.count("full_attention")
+        // tied.config.num_hidden_layers
+    )
     assert decode.bytes_of(mixture, Point(1, 20)) == 0, "a token reads some experts alone"
 
 
@@ -150,7 +186,11 @@ def test_the_ways_asked_for_are_measured_under_their_policies(monkeypatch):
     monkeypatch.setitem(table.WAYS["decode"], "attnops_eager", forced)
     chosen = replace(TOY, ways=("attnops_hf", "attnops_eager"))
     rows = decode.measure(chosen, decode.models.keeper(chosen), "llama", Point(2, 12))
-    assert {row["way"]: "median_us" in row for row in rows} == {"hf_eager": True, "attnops_eager": False, "attnops_hf": True}
+    assert {row["way"]: "median_us" in row for row in rows} == {
+        "hf_eager": True,
+        "attnops_eager": False,
+        "attnops_hf": True,
+    }
     assert "fa3" in rows[1]["wrong"]
     on_gpu = [how.policy for how in table.here(GPU, "decode").values() if how.patch and how.device]
     for kernel, apart in product(({}, table.STOCK), ({}, table.APART)):
@@ -182,9 +222,13 @@ def test_whole_models_are_beside_their_peers(reports):
         best = rows.pop("hf_eager")
         for way, row in rows.items():
             assert row["budget"] < 1e-4, "that of float32"
-            assert row["of_hf_eager"] == pytest.approx(best["median_us"] / row["median_us"], rel=1e-3), way
+            assert row["of_hf_eager"] == pytest.approx(
+                best["median_us"] / row["median_us"], rel=1e-3
+            ), way
     calls, first = ways(reports["generate"]).values()
-    assert set(calls) == {*table.chosen(TOY, "generate")} and set(first) == {*generate.FIRST} - {"attnops_piecewise"}
+    assert set(calls) == {*table.chosen(TOY, "generate")} and set(first) == {*generate.FIRST} - {
+        "attnops_piecewise"
+    }
     compiled = ways(reports["compile"])
     for case in ("llama, cold", "llama, warm"):
         assert set(compiled[case]) == set(table.here(TOY, "compile"))
@@ -192,8 +236,16 @@ def test_whole_models_are_beside_their_peers(reports):
     assert set(steps["llama 2x12"]) == {"hf_sdpa", "hf_eager", "attnops"}
     assert set(steps["gpt_oss 2x12"]) == {"hf_eager", "attnops"}
     calls = ways(reports["overhead"])
-    assert calls["eager call of a kernel that does nothing"].keys() == {"plain", "function", "op", "overload"}
-    assert all("op_us" in calls["compiled graph"][way] for way in ("8_ops", "24_ops")) and "attnops" in calls["import"]
+    assert calls["eager call of a kernel that does nothing"].keys() == {
+        "plain",
+        "function",
+        "op",
+        "overload",
+    }
+    assert (
+        all("op_us" in calls["compiled graph"][way] for way in ("8_ops", "24_ops"))
+        and "attnops" in calls["import"]
+    )
     assert "bench_noop" not in kernels_of("paged_attention"), "it is registered in another process"
 
 
@@ -217,7 +269,9 @@ def test_kernels_are_of_a_kind_by_their_names(name, kind):
 
 def test_overlaps_are_counted_once_and_gaps_are_found():
     """Stage two of a split attention is launched while stage one runs, and waits for it."""
-    found = decode.shares([(12, 20, "combine"), (10, 18, "attend"), (25, 30, "nvjet"), (31, 33, "store")])
+    found = decode.shares(
+        [(12, 20, "combine"), (10, 18, "attend"), (25, 30, "nvjet"), (31, 33, "store")]
+    )
     assert found == {"matmul": 5, "attention": 10, "glue": 2, "gaps": 6}
     assert sum(decode.shares([]).values()) == 0
 
@@ -247,7 +301,10 @@ def test_a_whole_training_step_is_compiled(packed, monkeypatch):
     counter, torch_compile = Counter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: torch_compile(model, backend=counter))
     model, batch, _ = packed
-    right, mine = (training_steps.step(TOY, model, STEPS[way], batch).computed() for way in ("attnops", "attnops_compiled"))
+    right, mine = (
+        training_steps.step(TOY, model, STEPS[way], batch).computed()
+        for way in ("attnops", "attnops_compiled")
+    )
     torch.testing.assert_close(mine, right, atol=1e-4, rtol=0)
     assert len(counter) == 1
 
@@ -258,7 +315,7 @@ def test_an_overhead_that_hangs_is_ended(monkeypatch):
         overhead.in_a_process(time.sleep, 60.0)
 
 
-# Verdicts -------------------------------------------------------------------------------------------------------------
+# Verdicts -----------------------------------------------------------------------------------------
 
 
 def test_a_wrong_model_has_no_speed(monkeypatch):
@@ -270,12 +327,20 @@ def test_a_wrong_model_has_no_speed(monkeypatch):
 
 
 def test_the_budget_of_a_model_tells_rounding_from_error():
-    """In bfloat16, where the budget is widest: another order of operations is within it, attention that is 5% off is not."""
+    """In bfloat16, where the budget is widest: another order of operations is within it, attention
+    that is 5% off is not."""
     import transformers
 
-    dims = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+    dims = {
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     config = transformers.LlamaConfig(num_hidden_layers=3, vocab_size=128, **dims)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).eval()
     prompt = torch.randint(3, 128, (2, 24))
     want = decode.models.exactly(model, prompt)
 
@@ -302,8 +367,13 @@ def test_errors_are_measured_as_said():
 
 
 def test_the_time_of_a_wrong_way_is_not_taken():
-    both = {name: Way(Timed(lambda value=value: torch.tensor(value))) for name, value in (("a", 1.0), ("b", 1.25))}
-    rows = time_if_right("case", both, torch.tensor(1.0), 0.01, lambda steps: {n: {"median_us": 2.0} for n in steps})
+    both = {
+        name: Way(Timed(lambda value=value: torch.tensor(value)))
+        for name, value in (("a", 1.0), ("b", 1.25))
+    }
+    rows = time_if_right(
+        "case", both, torch.tensor(1.0), 0.01, lambda steps: {n: {"median_us": 2.0} for n in steps}
+    )
     assert [row.get("median_us") for row in rows] == [2.0, None] and rows[1]["error"] == 0.25
     rows = with_ratios([entry("c", "a", 2.0), entry("c", "b", 4.0), entry("d", "b", 4.0)], "a")
     assert [row.get("of_a") for row in rows] == [None, 0.5, None]
@@ -312,8 +382,12 @@ def test_the_time_of_a_wrong_way_is_not_taken():
 def test_nothing_is_right_beside_what_is_no_number():
     want = torch.ones(2, 3)
     with pytest.raises(RuntimeError, match="nothing can be compared"):
-        decode.models.budget(decode.models.build(TOY, "llama"), relative_error(want * float("nan"), want))
-    rows = time_if_right("case", {"a": Way(Timed(lambda: want * float("nan")))}, want, float("inf"), lambda steps: {})
+        decode.models.budget(
+            decode.models.build(TOY, "llama"), relative_error(want * float("nan"), want)
+        )
+    rows = time_if_right(
+        "case", {"a": Way(Timed(lambda: want * float("nan")))}, want, float("inf"), lambda steps: {}
+    )
     assert rows[0]["wrong"] and "median_us" not in rows[0]
 
 
@@ -323,7 +397,9 @@ def test_rows_that_are_not_compared_with_exact_ones_are_compared():
     assert distance(eager * 1.01, eager[:2]) == pytest.approx(0.01)
     others = eager.clone()
     others[3] *= 1.5
-    assert distance(others, eager[:2]) == pytest.approx(0.25), "half of how far it is from what may be off as far"
+    assert distance(others, eager[:2]) == pytest.approx(0.25), (
+        "half of how far it is from what may be off as far"
+    )
     others[3] = float("nan")
     assert distance(others, eager[:2]) == distance(eager[:3], eager[:2]) == float("inf")
 
@@ -351,11 +427,14 @@ def test_times_are_medians_in_turn(monkeypatch):
     found = steps_us({"a": step("a", 1), "b": step("b", 2)}, rounds=4)
     assert "".join(made) == "AaBb" * 4
     assert [found[name]["median_us"] for name in "ab"] == [4.0, 2.0]
-    assert spread([5.0]) == {"median_us": 5.0} and spread([4.0, 6.0]) == {"median_us": 5.0, "spread_us": 1.0}
+    assert spread([5.0]) == {"median_us": 5.0} and spread([4.0, 6.0]) == {
+        "median_us": 5.0,
+        "spread_us": 1.0,
+    }
     assert spread([1.0, 2.0, 3.0, 4.0, 100.0])["median_us"] == 3.0
 
 
-# Files and their comparison -------------------------------------------------------------------------------------------
+# Files and their comparison -----------------------------------------------------------------------
 
 
 def x(*times, **more):
@@ -378,9 +457,18 @@ COMPARED = [
 
 
 def test_only_what_is_beyond_both_spreads_is_worse(tmp_path):
-    before, after = ({"rows": [{**rows[side], "case": str(at)} for at, rows in enumerate(COMPARED) if rows[side]]} for side in (0, 1))
+    before, after = (
+        {
+            "rows": [
+                {**rows[side], "case": str(at)} for at, rows in enumerate(COMPARED) if rows[side]
+            ]
+        }
+        for side in (0, 1)
+    )
     changes = {int(c["case"]): c for c in compare(before, after)}
-    assert [changes[at]["change"] for at in range(len(COMPARED))] == [change for _, _, change in COMPARED]
+    assert [changes[at]["change"] for at in range(len(COMPARED))] == [
+        change for _, _, change in COMPARED
+    ]
     assert {c["change"] for c in changes.values() if c["worse"]} == {"slower", "wrong"}
     assert changes[1]["ratio"] == 1.11
     files = [tmp_path / "a.json", tmp_path / "b.json"]
@@ -407,7 +495,10 @@ def test_what_cannot_be_compared():
     [
         ({"cases": {}}, "no rows"),
         ({"rows": [1]}, "row 0 has no case and way"),
-        ({"rows": [{"case": "a", "way": "x", "median_us": "1"}]}, "row 0 has no number for median_us"),
+        (
+            {"rows": [{"case": "a", "way": "x", "median_us": "1"}]},
+            "row 0 has no number for median_us",
+        ),
     ],
 )
 def test_what_is_no_results_file(data, said, tmp_path):
@@ -433,7 +524,10 @@ CPU_ONLY = ["--device", "cpu"]
         (["decode", "--layers", -1], "layers: got -1"),
         (["decode", "--model", "t5", *CPU_ONLY], "model: got 't5', a T5Config, want a decoder"),
         (["decode", "--ways", "nope", *CPU_ONLY], "ways: got 'nope', want some of hf_eager"),
-        (["kernels", "--ways", "hf_eager"], "suites: got kernels, want generate, decode, prefill or training_steps, for --ways"),
+        (
+            ["kernels", "--ways", "hf_eager"],
+            "suites: got kernels, want generate, decode, prefill or training_steps, for --ways",
+        ),
         (["overhead", "--points", "8x1k"], "suites: got overhead, want one that measures models"),
         (["overhead", *CPU_ONLY, "--out", __file__], "want a folder"),
         (["decode", *CPU_ONLY, "--gpus", 2], "gpus: got 2, want 1 to 1"),
@@ -450,7 +544,11 @@ def test_wrong_arguments(arguments, said, monkeypatch):
 
 def test_points_and_models():
     assert Point.parse("8x1k") == Point(8, 1024) == Point.parse(" 8X1024")
-    assert [str(Point(*sizes)) for sizes in ((8, 1024), (1, 100), (1, 1500))] == ["8x1k", "1x100", "1x1500"]
+    assert [str(Point(*sizes)) for sizes in ((8, 1024), (1, 100), (1, 1500))] == [
+        "8x1k",
+        "1x100",
+        "1x1500",
+    ]
     config = decode.models.config(Setup(CPU, layers=5), "gpt-oss-20b-shape")
     assert config.num_hidden_layers == len(config.layer_types) == 5
     assert list(decode.cases(replace(TOY, model="gpt_oss"))) == ["gpt_oss 2x12"]
@@ -458,10 +556,12 @@ def test_points_and_models():
         first = next(iter(cases(replace(GPU, model="llama-8b-shape"))))
         assert "llama-3-8b-shape" in first, "of whatever name it was asked for by"
     assert [suite.name for suite in suites.named(("regret", "kernels"))] == ["kernels", "regret"]
-    assert "generate" not in [suite.name for suite in suites.named(())], "those that take long are named"
+    assert "generate" not in [suite.name for suite in suites.named(())], (
+        "those that take long are named"
+    )
 
 
-# Pages and files ----------------------------------------------------------------------------------------------------------
+# Pages and files ----------------------------------------------------------------------------------
 
 
 def test_pages_are_made_of_the_files(reports, tmp_path, docs):
@@ -472,7 +572,12 @@ def test_pages_are_made_of_the_files(reports, tmp_path, docs):
     def drawn(check=False):
         return list(page.stale_plots(tmp_path, check))
 
-    assert page.performance_full(tmp_path) == page.performance_short(tmp_path) == page.picture(tmp_path) == page.NONE
+    assert (
+        page.performance_full(tmp_path)
+        == page.performance_short(tmp_path)
+        == page.picture(tmp_path)
+        == page.NONE
+    )
     assert not drawn(True)
     wrong = {"case": "llama 2x12", "way": "attnops_new", "wrong": "wrong: off by 3", "budget": 1.0}
     path.write_text(text_of({**report, "rows": [*report["rows"], wrong]}))
@@ -482,7 +587,9 @@ def test_pages_are_made_of_the_files(reports, tmp_path, docs):
     # A picture is drawn anew when its figures change, and leaves with them.
     first = drawn(True)
     assert "docs/plots/toy-tokens.svg" in first and first == drawn() and not drawn(True)
-    path.write_text(text_of({**report, "rows": [report["rows"][0] | {"median_us": 1e6}, *report["rows"][1:]]}))
+    path.write_text(
+        text_of({**report, "rows": [report["rows"][0] | {"median_us": 1e6}, *report["rows"][1:]]})
+    )
     assert "docs/plots/toy-tokens.svg" in drawn(True)
     path.unlink()
     assert drawn() == sorted(first) and not list((tmp_path / "docs" / "plots").iterdir())

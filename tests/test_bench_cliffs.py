@@ -25,7 +25,9 @@ def captures(monkeypatch):
         pytest.skip(f"transformers' check_peft_version: {error}")
     device = StandIn()
     decode = Decode("breakable", inner="eager", graphs=device)
-    monkeypatch.setitem(ways.WAYS, "cliffs", {"attnops_breakable": ways.How({"cache": "paged", "decode": decode})})
+    monkeypatch.setitem(
+        ways.WAYS, "cliffs", {"attnops_breakable": ways.How({"cache": "paged", "decode": decode})}
+    )
     taken = []
 
     def counted(run):
@@ -44,10 +46,15 @@ def captures(monkeypatch):
 
 
 def test_changes_are_met_once(captures):
-    """The same call again captures nothing, and where the graphs serve a change, nor does the first."""
+    """The same call again captures nothing, and where the graphs serve a change, nor does the
+    first."""
     assert not any(again for _, again in captures.values())
-    assert not any(captures[change][0] for change in ("a second cache of the same size", "a second thread"))
-    assert captures["eight times the batch"][0] and captures[cliffs.ADAPTER][0], "the call before the change was warm, and this one is not"
+    assert not any(
+        captures[change][0] for change in ("a second cache of the same size", "a second thread")
+    )
+    assert captures["eight times the batch"][0] and captures[cliffs.ADAPTER][0], (
+        "the call before the change was warm, and this one is not"
+    )
 
 
 def refuse(min_version):

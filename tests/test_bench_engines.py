@@ -1,4 +1,5 @@
-"""Other engines in the suite `generate`: scripts that stand for Pythons of other environments, and modules that stand for engines."""
+"""Other engines in the suite `generate`: scripts that stand for Pythons of other environments, and
+modules that stand for engines."""
 
 import os
 import subprocess
@@ -26,9 +27,10 @@ def answer(batch, context):
     facts = {"version": "1.2", "how": "by heart", "path": os.environ.get("PYTHONPATH")}
     print("a log line")
     print(json.dumps({"batch": batch, "context": context, "seconds": [0.006, 0.012, 0.018], "first_s": 2.5, "facts": facts}), flush=True)
-"""
+"""  # noqa: E501
 ENGINES = {
-    "torch": "import types\nstack = lambda rows, dim: types.SimpleNamespace(tolist=lambda: [list(row) for row in zip(*rows)])",
+    "torch": "import types\nstack = lambda rows, dim: types.SimpleNamespace(tolist=lambda: "
+    "[list(row) for row in zip(*rows)])",
     "vllm/__init__": """
 import json, os, sys, types
 __version__, asked = "0.9", []
@@ -52,7 +54,7 @@ class LLM:
         assert (params.temperature, params.ignore_eos, params.output_kind) == (0.0, True, "at the end")
         made = types.SimpleNamespace(token_ids=[7] * (params.max_tokens - (os.environ.get("SHORT") == "1")))
         return [types.SimpleNamespace(request_id=name, outputs=[made])]
-""",
+""",  # noqa: E501
     "vllm/sampling_params": "class RequestOutputKind:\n    FINAL_ONLY = 'at the end'",
     "sglang/__init__": "__version__ = '0.5'",
     "sglang/srt/__init__": "",
@@ -83,7 +85,7 @@ class Runner:
 def load_model(server, ports, gpu, rank):
     assert get_tokenizer("somewhere") is None and server.cuda_graph_bs == [1, 2] and server.attention_backend == "fa3"
     return Runner(), None
-""",
+""",  # noqa: E501
 }
 
 
@@ -119,13 +121,30 @@ def outcome(python, engine="vllm", name="generate"):
 
 def test_rows_are_of_what_the_process_printed(python, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/this/process")
-    config = 'assert json.load(open("config.json"))["model_type"] == "llama" and spec["model"] == os.getcwd()\n'
-    steady, larger, first = outcome(python(ANSWER + config + "for point in spec['points']: answer(*point)"))["rows"]
+    config = (
+        'assert json.load(open("config.json"))["model_type"] == "llama" and spec["model"] == '
+        "os.getcwd()\n"
+    )
+    steady, larger, first = outcome(
+        python(ANSWER + config + "for point in spec['points']: answer(*point)")
+    )["rows"]
     new = generate.NEW["toy"]
-    assert (steady["case"], larger["case"], first["case"]) == ("llama 1x4", "llama 2x8", "llama 1x4, first call")
+    assert (steady["case"], larger["case"], first["case"]) == (
+        "llama 1x4",
+        "llama 2x8",
+        "llama 1x4, first call",
+    )
     assert (steady["median_us"], steady["spread_us"]) == pytest.approx((12000 / new, 6000 / new))
-    assert larger["tokens_s"] == pytest.approx(2 * 1e6 / larger["median_us"], rel=1e-3) and larger["new_tokens"] == new
-    assert (steady["version"], steady["how"], steady["layers"], steady["path"]) == ("1.2", "by heart", 1, None)
+    assert (
+        larger["tokens_s"] == pytest.approx(2 * 1e6 / larger["median_us"], rel=1e-3)
+        and larger["new_tokens"] == new
+    )
+    assert (steady["version"], steady["how"], steady["layers"], steady["path"]) == (
+        "1.2",
+        "by heart",
+        1,
+        None,
+    )
     assert (first["way"], first["first_s"], first["median_us"]) == ("vllm", 2.5, 2.5e6)
 
 
@@ -144,8 +163,14 @@ def test_an_engine_that_fails_is_left_out_with_its_last_line(python, text, why):
 
 
 def test_points_before_a_failure_count(python):
-    steady, larger, first = outcome(python(ANSWER + "answer(1, 4)\nsys.exit('MemoryError')"))["rows"]
-    assert steady["median_us"] > 0 and first["first_s"] == 2.5 and larger == {"case": "llama 2x8", "way": "vllm", "wrong": "MemoryError"}
+    steady, larger, first = outcome(python(ANSWER + "answer(1, 4)\nsys.exit('MemoryError')"))[
+        "rows"
+    ]
+    assert (
+        steady["median_us"] > 0
+        and first["first_s"] == 2.5
+        and larger == {"case": "llama 2x8", "way": "vllm", "wrong": "MemoryError"}
+    )
     assert not bad({"generate": {"rows": [larger]}}), "a peer that cannot run is not wrong"
 
 
@@ -164,8 +189,13 @@ def test_a_timeout_ends_all_processes(python, tmp_path, monkeypatch):
 
     monkeypatch.setattr(peers, "LIMIT_S", 0.1)
     monkeypatch.setattr(subprocess.Popen, "wait", waited)
-    start = f"child = subprocess.Popen(['sleep', '60'])\nopen({str(child)!r}, 'w').write(str(child.pid))\n"
-    steady, larger, _ = outcome(python(ANSWER + "answer(1, 4)\n" + start + "time.sleep(60)"))["rows"]
+    start = (
+        f"child = subprocess.Popen(['sleep', '60'])\nopen({str(child)!r}, "
+        "'w').write(str(child.pid))\n"
+    )
+    steady, larger, _ = outcome(python(ANSWER + "answer(1, 4)\n" + start + "time.sleep(60)"))[
+        "rows"
+    ]
     assert steady["median_us"] > 0 and larger["wrong"] == "not done after 0.1 s"
     pid = int(child.read_text())
     while running(pid) and time.monotonic() < end:
@@ -183,12 +213,21 @@ def running(pid):
         return False
 
 
-@pytest.mark.parametrize(("engine", "version", "graphs"), [("vllm", "0.9", "FULL"), ("sglang", "0.5", "decode steps")])
+@pytest.mark.parametrize(
+    ("engine", "version", "graphs"), [("vllm", "0.9", "FULL"), ("sglang", "0.5", "decode steps")]
+)
 def test_the_script_times_whole_calls(real, engine, version, graphs):
     steady, larger, first = outcome(real, engine)["rows"]
     for row in (steady, larger):
-        assert (row["way"], row["version"], row["graphs"]) == (engine, version, graphs) and "not judged" in row["how"], row
-        assert 0 < row["median_us"] * row["new_tokens"] < 1e6 * first["first_s"] and row["spread_us"] >= 0
+        assert (row["way"], row["version"], row["graphs"]) == (
+            engine,
+            version,
+            graphs,
+        ) and "not judged" in row["how"], row
+        assert (
+            0 < row["median_us"] * row["new_tokens"] < 1e6 * first["first_s"]
+            and row["spread_us"] >= 0
+        )
     assert 0 < first["first_s"] < 60
 
 
@@ -196,7 +235,10 @@ def test_a_step_is_a_call_less_a_shorter_one(real, monkeypatch):
     """Of an engine whose call takes 0.1 s, and a millisecond for each token."""
     monkeypatch.setenv("SECONDS", "1")
     steps = outcome(real, "sglang", "decode")["rows"]
-    assert [(row["case"], row["new_tokens"]) for row in steps] == [("llama 1x4", decode.NEW), ("llama 2x8", decode.NEW)]
+    assert [(row["case"], row["new_tokens"]) for row in steps] == [
+        ("llama 1x4", decode.NEW),
+        ("llama 2x8", decode.NEW),
+    ]
     assert all(row["median_us"] == pytest.approx(1000) for row in steps)
 
 
@@ -213,9 +255,14 @@ def test_engines_are_named_with_their_python(given):
 
 def test_the_command_takes_engines(monkeypatch):
     seen = []
-    monkeypatch.setattr("attnops.cli.bench.run_suites", lambda chosen, setup, **more: seen.append(setup.engines) or {})
+    monkeypatch.setattr(
+        "attnops.cli.bench.run_suites",
+        lambda chosen, setup, **more: seen.append(setup.engines) or {},
+    )
     options = ["--device", "cpu", "--engine", "vllm=a=b", "--engine", "sglang=c"]
     assert CliRunner().invoke(app, ["bench", "generate", *options]).exit_code == 0
     assert seen == [(("vllm", "a=b"), ("sglang", "c"))]
     other = CliRunner().invoke(app, ["bench", "overhead", *options])
-    assert other.exit_code != 0 and "generate or decode, for --engine" in " ".join(other.output.split())
+    assert other.exit_code != 0 and "generate or decode, for --engine" in " ".join(
+        other.output.split()
+    )

@@ -35,8 +35,13 @@ def test_the_ways_take_turns(dtype):
     found = rows()
     assert list(found) == [*ways.chosen(TOY, "generate")], found
     for way, row in found.items():
-        assert row["error"] <= row["budget"] < (1e-4 if dtype == torch.float32 else 0.05) and row["new_tokens"] == 6
-        assert row["tokens_s"] == pytest.approx(2e6 / row["median_us"], rel=1e-3, abs=0.06) and ("of_hf" in row) == (way != "hf")
+        assert (
+            row["error"] <= row["budget"] < (1e-4 if dtype == torch.float32 else 0.05)
+            and row["new_tokens"] == 6
+        )
+        assert row["tokens_s"] == pytest.approx(2e6 / row["median_us"], rel=1e-3, abs=0.06) and (
+            "of_hf" in row
+        ) == (way != "hf")
 
 
 def test_only_the_ways_asked_for():
@@ -53,7 +58,9 @@ def test_steps_that_graphs_did_not_serve_are_counted(monkeypatch):
     some = {"hf": ways.How(), "attnops_breakable": ways.How({"cache": "paged", "decode": decode})}
     monkeypatch.setitem(ways.WAYS, "generate", some)
     row = rows()["attnops_breakable"]
-    assert (row["plain_steps"], row["cache"], row["decode"]) == (0, "paged", "breakable") and row["median_us"] > 0
+    assert (row["plain_steps"], row["cache"], row["decode"]) == (0, "paged", "breakable") and row[
+        "median_us"
+    ] > 0
 
 
 def another_head(call, right):
@@ -77,7 +84,10 @@ def test_a_wrong_way_has_no_time(dtype, wrong, monkeypatch):
     found = rows()
     assert all("median_us" in found[way] for way in ("hf", "hf_static"))
     for way in ("attnops", "attnops_hf"):
-        assert found[way]["wrong"].startswith("wrong: off by") and found[way]["error"] > 2 * found[way]["budget"], found
+        assert (
+            found[way]["wrong"].startswith("wrong: off by")
+            and found[way]["error"] > 2 * found[way]["budget"]
+        ), found
 
 
 def test_tokens_of_the_timed_call_are_judged(dtype, monkeypatch):
@@ -89,7 +99,11 @@ def test_tokens_of_the_timed_call_are_judged(dtype, monkeypatch):
 
         def shifted(**more):
             found = call(**more)
-            return found if more or way == "hf" else torch.cat([found[:, :12], found[:, 12:].roll(1, 1)], 1)
+            return (
+                found
+                if more or way == "hf"
+                else torch.cat([found[:, :12], found[:, 12:].roll(1, 1)], 1)
+            )
 
         return shifted, handle
 
@@ -112,8 +126,14 @@ def test_first_calls_are_those_of_processes(monkeypatch):
     monkeypatch.setattr(generate, "in_a_process", in_a_process)
     cases = generate.cases(replace(TOY, quick=False)).items()
     found = [row for name, case in cases if "first call" in name for row in case()]
-    assert [row["way"] for row in found] == list(generate.FIRST[:3]) and all(row["second_s"] == 0.5 for row in found)
-    assert [(row["first_s"], row["warm_s"]) for row in found] == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
+    assert [row["way"] for row in found] == list(generate.FIRST[:3]) and all(
+        row["second_s"] == 0.5 for row in found
+    )
+    assert [(row["first_s"], row["warm_s"]) for row in found] == [
+        (1.0, 2.0),
+        (3.0, 4.0),
+        (5.0, 6.0),
+    ]
     colds, warms = seen[::2], seen[1::2]
     assert [(*cold[:2], True) for cold in colds] == warms and not any(there for *_, there in colds)
     assert len({folder for _, folder, _ in seen}) == 3

@@ -22,7 +22,11 @@ def test_a_layer_is_beside_transformers():
     rows = step()
     assert set(rows) == {"layer", "kernel", "projections", "hf_eager", "hf_compiled"}
     for way, row in rows.items():
-        assert row["error"] <= row["budget"] and row["median_us"] > 0 and ("of_hf_eager" in row or way == "hf_eager")
+        assert (
+            row["error"] <= row["budget"]
+            and row["median_us"] > 0
+            and ("of_hf_eager" in row or way == "hf_eager")
+        )
     assert rows["layer"]["error"] > 0 and -1 < rows["layer"]["glue_share"] < 1
 
 

@@ -1,4 +1,5 @@
-"""Benchmarks ask for memory before they take it: fewer layers, said on the row, or a refusal with the number needed."""
+"""Benchmarks ask for memory before they take it: fewer layers, said on the row, or a refusal with
+the number needed."""
 
 import copy
 import os
@@ -21,17 +22,26 @@ def test_a_model_has_as_many_layers_as_memory_holds(monkeypatch, gib, layers):
     monkeypatch.setattr(models, "free", lambda device: gib * GIB)
     monkeypatch.setitem(models.LAYERS["toy"], SHAPE, 4)
     made = models.fitted(SETUP, SHAPE, Point(1, 128))
-    assert made.num_hidden_layers == layers and len(getattr(made, "layer_types", None) or range(layers)) == layers
+    assert (
+        made.num_hidden_layers == layers
+        and len(getattr(made, "layer_types", None) or range(layers)) == layers
+    )
 
 
 @pytest.mark.parametrize(("gib", "layers"), [(1, 0), (14, 32)])
 def test_a_model_that_does_not_fit_is_refused_with_the_number(monkeypatch, gib, layers):
     monkeypatch.setattr(models, "free", lambda device: gib * GIB)
-    with pytest.raises(InvalidInput, match=r"^memory: got .* GiB free, want .* GiB free, for .* layers of llama-3-8b.*$"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"^memory: got .* GiB free, want .* GiB free, for .* layers of llama-3-8b.*$",
+    ):
         models.build(replace(SETUP, layers=layers), SHAPE)
 
 
-LINUX, GROUP = {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:    64 kB\n"}, "sys/fs/cgroup/memory.max"
+LINUX, GROUP = (
+    {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:    64 kB\n"},
+    "sys/fs/cgroup/memory.max",
+)
 OLDER = "sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
@@ -59,9 +69,17 @@ def test_what_is_free_on_a_cpu_is_what_a_process_may_take(tmp_path, files, want)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_what_is_needed_counts_caches_and_shared_weights_once(name):
     made, model = models.config(SETUP, name), models.build(SETUP, name)
-    weights, head = sum(p.nbytes for p in model.parameters()), model.get_output_embeddings().weight.nbytes
-    assert models.needed(SETUP, made, None) == int(models.SPARE * (weights + 2 * head)) + models.OVERHEAD
-    assert models.needed(SETUP, made, Point(1 << 10, 1 << 20)) > 10 * models.needed(SETUP, made, None)
+    weights, head = (
+        sum(p.nbytes for p in model.parameters()),
+        model.get_output_embeddings().weight.nbytes,
+    )
+    assert (
+        models.needed(SETUP, made, None)
+        == int(models.SPARE * (weights + 2 * head)) + models.OVERHEAD
+    )
+    assert models.needed(SETUP, made, Point(1 << 10, 1 << 20)) > 10 * models.needed(
+        SETUP, made, None
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "mixtral", "gemma3"])
@@ -77,4 +95,6 @@ def test_widening_module_by_module_is_a_copy(name):
     torch.testing.assert_close(got, whole(prompt).logits, rtol=1e-5, atol=1e-6)
     assert got.dtype == torch.float64
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert {p.dtype for p in pieces.parameters()} == {torch.float32}, "what was widened is dropped again"
+    assert {p.dtype for p in pieces.parameters()} == {torch.float32}, (
+        "what was widened is dropped again"
+    )

@@ -1,4 +1,5 @@
-"""Suites of calls of ops at toy size: what is compared, what is beside it, and that a wrong result has no time."""
+"""Suites of calls of ops at toy size: what is compared, what is beside it, and that a wrong result
+has no time."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +29,9 @@ CALLS = [(op, ops.shorter(case, "toy")) for op, case in op_suite.listed("kernels
 PAIRS = [pair for _, pair in op_suite.listed("training")]
 MODELS = {model.name: model.products for _, model in ops.models("linear")}
 MIXTURES = {mixture.name: mixture for _, mixture in op_suite.listed("experts")}
-SMALL = Mixture(1, "small", "qwen3_moe", "Qwen3Moe", 2048, (8, 2, 768), "num_experts", "moe_intermediate_size")
+SMALL = Mixture(
+    1, "small", "qwen3_moe", "Qwen3Moe", 2048, (8, 2, 768), "num_experts", "moe_intermediate_size"
+)
 PRODUCT = altered(linears.product(32, 16, *linears.NORM), **F32)
 
 
@@ -51,7 +54,7 @@ def test_points_have_names_of_their_own(suite):
     assert names and len(set(names)) == len(names)
 
 
-# Every kernel of attention --------------------------------------------------------------------------------------------
+# Every kernel of attention ------------------------------------------------------------------------
 
 
 def test_every_kind_of_call_is_compared_with_the_exact_result():
@@ -97,14 +100,22 @@ def test_vendors_are_called_where_they_answer():
 def test_kernels_are_beside_the_vendors_call_of_their_own_code():
     us = {"flashinfer": 8.0, "triton": 9.0, "fa3": 10.0}
     us |= {"direct.flashinfer_fa2": 6.0, "direct.flashinfer_fa3": 4.0, "direct.fa3": 11.0}
-    rows = [*(entry("a", way, time) for way, time in us.items()), entry("a", "flashinfer_mla_fa2", wrong="off")]
+    rows = [
+        *(entry("a", way, time) for way, time in us.items()),
+        entry("a", "flashinfer_mla_fa2", wrong="off"),
+    ]
     found = with_direct(rows, ops.own_calls)
-    assert {row["way"]: row.get("of_direct") for row in found[:3]} == {"flashinfer": 0.5, "triton": None, "fa3": 1.1}
+    assert {row["way"]: row.get("of_direct") for row in found[:3]} == {
+        "flashinfer": 0.5,
+        "triton": None,
+        "fa3": 1.1,
+    }
     assert "of_direct" not in found[-1]
 
 
 def test_a_wrong_kernel_has_no_speed(monkeypatch):
-    """Half a percent off, which float32 allows no kernel; one that leaves something unwritten; and one that raises."""
+    """Half a percent off, which float32 allows no kernel; one that leaves something unwritten; and
+    one that raises."""
     right = kernels_of("attention")["sdpa"].run
     exchange(monkeypatch, "attention", "sdpa", lambda call: scaled(1.005)(call, right))
     exchange(monkeypatch, "attention", "aten_flash", fails)
@@ -117,10 +128,13 @@ def test_a_wrong_kernel_has_no_speed(monkeypatch):
     assert found["aten_flash"]["wrong"] == "RuntimeError: no such luck"
     assert found["reference"]["median_us"] > 0 and found["torch.sdpa"]["median_us"] > 0
     found = by_way(ops.KERNELS.measure(TOY, Pool("cpu"), *step))
-    assert found["sdpa"]["wrong"] == "wrong: not finite, or of another shape" and "error" not in found["sdpa"]
+    assert (
+        found["sdpa"]["wrong"] == "wrong: not finite, or of another shape"
+        and "error" not in found["sdpa"]
+    )
 
 
-# What moves data ------------------------------------------------------------------------------------------------------
+# What moves data ----------------------------------------------------------------------------------
 
 
 def test_data_is_counted_and_compared_bit_for_bit(monkeypatch):
@@ -152,16 +166,19 @@ def test_data_is_counted_and_compared_bit_for_bit(monkeypatch):
     assert rows["reference"]["median_us"]
     exchange(monkeypatch, "write_kv", "triton", fails)
     rows = ops.DATA.measure(TOY, Pool("cpu"), *points["write_kv float8 64"])
-    assert "no such luck" in bad({"data": {"rows": rows}})[0], "a kernel of ours that does not run fails the case"
+    assert "no such luck" in bad({"data": {"rows": rows}})[0], (
+        "a kernel of ours that does not run fails the case"
+    )
 
 
-# Training -------------------------------------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_exact_gradients_are_those_of_the_reference(pair, monkeypatch):
-    """In parts of a few queries. flex_attention, which has no gradient on a CPU, is compared forward."""
+    """In parts of a few queries. flex_attention, which has no gradient on a CPU, is compared
+    forward."""
     monkeypatch.setattr(training, "ROWS", 10)
     short = training.shorter(pair, "toy")
     call = training.build(short.shape, short.lengths, short.lengths, Pool("cpu"))
@@ -177,11 +194,15 @@ def test_exact_gradients_are_those_of_the_reference(pair, monkeypatch):
     assert training.relative([x * float("nan") for x in want], want) == float("inf")
 
 
-# Weights that are read cold -------------------------------------------------------------------------------------------
+# Weights that are read cold -----------------------------------------------------------------------
 
 
 def measured():
-    return [row for task in ops.product_at(TOY, Pool("cpu"), "a", PRODUCT) for row in ops.cold_rows(TOY, task)]
+    return [
+        row
+        for task in ops.product_at(TOY, Pool("cpu"), "a", PRODUCT)
+        for row in ops.cold_rows(TOY, task)
+    ]
 
 
 def test_the_runs_of_a_cpu_are_small(small):
@@ -220,46 +241,74 @@ def test_what_the_timed_graph_leaves_is_compared(spoiled, monkeypatch):
 
     monkeypatch.setattr(ops, "kernels_us", clock)
     if spoiled:
-        with pytest.raises(RuntimeError, match=r"a x1: the timed graph of aten left results that are off by inf"):
+        with pytest.raises(
+            RuntimeError, match=r"a x1: the timed graph of aten left results that are off by inf"
+        ):
             measured()
     else:
         assert all("median_us" in r for r in measured())
 
 
-@pytest.mark.parametrize(("chosen", "us", "regret"), [("aten", 20.0, 25.0), ("triton", 16.0, 0.0), ("reference", None, None)])
+@pytest.mark.parametrize(
+    ("chosen", "us", "regret"),
+    [("aten", 20.0, 25.0), ("triton", 16.0, 0.0), ("reference", None, None)],
+)
 def test_the_regret_of_a_choice(chosen, us, regret, monkeypatch):
     monkeypatch.setattr(choices, "choices", lambda problem, table: {"automatic": chosen})
     call = ops.call_of(PRODUCT, ops.Sizes(1.0, 1.0, 1.0), Pool("cpu"))
     times = {"aten": 20.0, "triton": 16.0}
-    rows = [entry("a x1", way, time) for way, time in {**times, "product": 3.0, "deterministic": 9.0}.items()]
+    rows = [
+        entry("a x1", way, time)
+        for way, time in {**times, "product": 3.0, "deterministic": 9.0}.items()
+    ]
     *same, row = choices.with_choice(rows, call)
     assert same == rows and row["us"] == times
-    assert (row["way"], row.get("median_us"), row.get("regret_percent")) == ("automatic", us, regret)
+    assert (row["way"], row.get("median_us"), row.get("regret_percent")) == (
+        "automatic",
+        us,
+        regret,
+    )
     assert choices.with_choice(rows[:1], call) == rows[:1], "one kernel is no choice"
 
 
 def test_a_model_has_its_summary(monkeypatch):
     """Of its calls that two kernels answer."""
-    row = {"case": "llama-3-8b qkv x1", "us": {"aten": 4.0, "triton": 5.0}, "chosen": {"automatic": "triton"}}
+    row = {
+        "case": "llama-3-8b qkv x1",
+        "us": {"aten": 4.0, "triton": 5.0},
+        "chosen": {"automatic": "triton"},
+    }
     monkeypatch.setattr(ops, "product_at", lambda setup, pool, name, shape: [name])
-    monkeypatch.setattr(ops, "cold_rows", lambda setup, name: [row] if name.endswith("qkv") else [{"case": name}])
+    monkeypatch.setattr(
+        ops, "cold_rows", lambda setup, name: [row] if name.endswith("qkv") else [{"case": name}]
+    )
     [case] = ops.LINEAR(TOY).values()
     *rows, automatic, by_estimates = case()
     assert len(rows) == len(MODELS["llama-3-8b"])
-    assert (automatic["calls"], automatic["mean_percent"], by_estimates["unanswered"]) == (1, 25.0, 1)
+    assert (automatic["calls"], automatic["mean_percent"], by_estimates["unanswered"]) == (
+        1,
+        25.0,
+        1,
+    )
 
 
 def test_the_products_are_those_of_the_models():
     sizes = {name: (s.out_features, s.in_features) for name, s in MODELS["llama-3-8b"].items()}
     square = {"qkv": (6144, 4096), "o": (4096, 4096)}
-    assert sizes == {**square, "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
+    assert sizes == {
+        **square,
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "head": (128256, 4096),
+    }
     assert MODELS["gpt-oss-20b"].keys() == {"qkv", "o", "head"}, "the rest are experts"
     tuned = {s for model in linears.MODELS.values() for s in model.values()}
     assert not any(tuned & set(model.values()) for model in ops.HELD.values())
 
 
 @pytest.mark.parametrize(
-    ("model", "bytes_of_an_expert"), [("gpt-oss-20b", 49766400), ("qwen3-30b-a3b", 9437184), ("deepseek-v3", 88080384)]
+    ("model", "bytes_of_an_expert"),
+    [("gpt-oss-20b", 49766400), ("qwen3-30b-a3b", 9437184), ("deepseek-v3", 88080384)],
 )
 def test_the_experts_are_those_of_the_models(model, bytes_of_an_expert, monkeypatch):
     setup = Setup(torch.device("meta"))
@@ -271,7 +320,11 @@ def test_the_experts_are_those_of_the_models(model, bytes_of_an_expert, monkeypa
 
 
 def test_shares_are_of_the_ceilings():
-    """Of a call that moves 3 GB and does 40 GFLOP in a millisecond, where the ceilings are 4 TB/s and 100 TFLOP/s."""
+    """Of a call that moves 3 GB and does 40 GFLOP in a millisecond, where the ceilings are 4 TB/s
+    and 100 TFLOP/s."""
     setup = replace(TOY, ceilings={"bandwidth_tb_s": 4.0, "matmul_tflop_s": 100.0})
-    assert setup.shares(1000.0, of_bandwidth=3e9, of_flops=40e9, of_matmul=0) == {"of_bandwidth": 0.75, "of_flops": 0.4}
+    assert setup.shares(1000.0, of_bandwidth=3e9, of_flops=40e9, of_matmul=0) == {
+        "of_bandwidth": 0.75,
+        "of_flops": 0.4,
+    }
     assert replace(setup, ceilings={}).shares(1000.0, of_bandwidth=3e9) == {}

@@ -1,4 +1,5 @@
-"""Running suites of `attnops bench`: shares of the time, workers that share the cases, and cases that fail or whose worker dies."""
+"""Running suites of `attnops bench`: shares of the time, workers that share the cases, and cases
+that fail or whose worker dies."""
 
 import os
 import pickle
@@ -48,20 +49,31 @@ def test_a_worker_knows_a_suite_again(suite):
 
 
 def test_a_spent_budget_cuts_and_says_so(tmp_path):
-    some = made("some", ("a", rows_of("a"))), made("others", ("b", rows_of("b")), ("c", rows_of("c")))
+    some = (
+        made("some", ("a", rows_of("a"))),
+        made("others", ("b", rows_of("b")), ("c", rows_of("c"))),
+    )
     reports = suites.run(some, TOY, budget_s=1e-9, out=tmp_path)
-    assert reports["others"]["left_out"] == {"b": SPENT, "c": SPENT} and not reports["others"]["rows"]
+    assert (
+        reports["others"]["left_out"] == {"b": SPENT, "c": SPENT} and not reports["others"]["rows"]
+    )
     for name, report in reports.items():
         assert read(tmp_path / f"{name}.json")["left_out"] == report["left_out"]
 
 
 def test_what_a_case_raises_is_said_and_the_others_stand(tmp_path):
     broken = suites.Suite("broken", "of a test", lambda setup: 1 // 0)
-    some = made("some", ("a", rows_of("a")), ("b", lambda: 1 // 0), ("c", left_out), ("d", rows_of("d")))
+    some = made(
+        "some", ("a", rows_of("a")), ("b", lambda: 1 // 0), ("c", left_out), ("d", rows_of("d"))
+    )
     reports = suites.run((broken, some), TOY, out=tmp_path)
     found = reports["some"]
-    assert reports["broken"]["failed"] == {"broken": NO_NUMBER} and found["failed"] == {"b": NO_NUMBER}
-    assert [row["case"] for row in found["rows"]] == ["a", "d"] and found["left_out"] == {"c": "not here"}
+    assert reports["broken"]["failed"] == {"broken": NO_NUMBER} and found["failed"] == {
+        "b": NO_NUMBER
+    }
+    assert [row["case"] for row in found["rows"]] == ["a", "d"] and found["left_out"] == {
+        "c": "not here"
+    }
     assert read(tmp_path / "some.json")["rows"] == found["rows"]
 
 
@@ -74,14 +86,17 @@ def test_an_option_that_a_suite_refuses_ends_the_run():
 
 
 def test_time_that_is_left_goes_to_what_was_left(monkeypatch):
-    """Two suites of equal shares: the first spends its own with its first case, and has its second when the other is done."""
+    """Two suites of equal shares: the first spends its own with its first case, and has its second
+    when the other is done."""
     now, order, seconds = [0.0], [], {"a": 60.0, "b": 31.0, "c": 30.0, "d": 10.0}
     monkeypatch.setattr(suites.time, "monotonic", lambda: now[0])
     both = (made("long"), made("short"))
     for suite, case in suites.in_order(both, {"long": "abc", "short": "d"}, 100.0):
         now[0] += seconds[case]
         order.append((suite.name, case))
-    assert order == [("long", "a"), ("short", "d"), ("long", "b")], "and nothing begins when all is spent"
+    assert order == [("long", "a"), ("short", "d"), ("long", "b")], (
+        "and nothing begins when all is spent"
+    )
 
 
 def in_workers(some, cases):
@@ -91,7 +106,9 @@ def in_workers(some, cases):
         assert case not in found
         found[case] = outcome
 
-    whole = suites.measure(suites.in_order((some,), {some.name: list(cases)}, 60.0), TOY, 2, put, lambda case: None)
+    whole = suites.measure(
+        suites.in_order((some,), {some.name: list(cases)}, 60.0), TOY, 2, put, lambda case: None
+    )
     return whole, found
 
 
@@ -108,12 +125,19 @@ def dying(setup):
 @pytest.mark.full
 def test_a_process_that_ends_fails_its_case_and_the_other_goes_on():
     whole, found = in_workers(suites.Suite("some", "of a test", dying), "abcd")
-    assert not whole and found["b"]["failed"].startswith("BrokenProcessPool") and "rows" not in found["b"]
-    assert all(found[case].get("rows") and not found[case].get("failed") for case in "acd"), "the process of the other GPU does the others"
+    assert (
+        not whole
+        and found["b"]["failed"].startswith("BrokenProcessPool")
+        and "rows" not in found["b"]
+    )
+    assert all(found[case].get("rows") and not found[case].get("failed") for case in "acd"), (
+        "the process of the other GPU does the others"
+    )
 
 
 class Workers(ThreadPoolExecutor):
-    """Threads that stand for processes. As many as `broken` died while they waited, as those that Linux kills for memory."""
+    """Threads that stand for processes. As many as `broken` died while they waited, as those that
+    Linux kills for memory."""
 
     broken = 0
 
@@ -139,13 +163,22 @@ def test_cases_that_no_process_is_left_for_say_so(tmp_path, monkeypatch):
     inner = suites.measure
     monkeypatch.setattr(Workers, "broken", 2)
     monkeypatch.setattr(suites, "ProcessPoolExecutor", Workers)
-    monkeypatch.setattr(suites, "measure", lambda order, setup, gpus, *rest: inner(order, setup, 2, *rest))
+    monkeypatch.setattr(
+        suites, "measure", lambda order, setup, gpus, *rest: inner(order, setup, 2, *rest)
+    )
     found = suites.run((three(),), TOY, out=tmp_path)["some"]
-    assert set(found["failed"]) == {"a", "b"} and found["left_out"] == {"c": LOST} and not found["rows"]
+    assert (
+        set(found["failed"]) == {"a", "b"}
+        and found["left_out"] == {"c": LOST}
+        and not found["rows"]
+    )
     assert read(tmp_path / "some.json")["failed"] == found["failed"]
 
 
-@pytest.mark.parametrize(("case", "why"), [(lambda: 1 // 0, NO_NUMBER), (left_out, "RuntimeError: an illegal memory access")])
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [(lambda: 1 // 0, NO_NUMBER), (left_out, "RuntimeError: an illegal memory access")],
+)
 def test_nothing_comes_after_a_device_that_is_lost(case, why, monkeypatch):
     """Its case failed, though it was left out."""
 

@@ -1,4 +1,5 @@
-"""The caches of keys and of latents: who owns which page, what the tables say, and that a call that raises changes nothing."""
+"""The caches of keys and of latents: who owns which page, what the tables say, and that a call that
+raises changes nothing."""
 
 import contextlib
 import copy
@@ -12,22 +13,48 @@ from torch.utils import _pytree as pytree
 
 import attnops
 from attnops.cache import LatentCache, PagedBatch, PagedCache
-from attnops.core.errors import CacheError, InvalidInput, NoKernel, OutOfPages, RequestTooLong, TooManyRequests, UnknownRequest
+from attnops.core.errors import (
+    CacheError,
+    InvalidInput,
+    NoKernel,
+    OutOfPages,
+    RequestTooLong,
+    TooManyRequests,
+    UnknownRequest,
+)
 from attnops.core.kernel import kernels_of
 from attnops.ops import copy_kv
 from tests.modules import cu, poisoned, refused
 
 
-def make(num_pages=8, page_size=4, max_requests=4, max_pages_per_request=4, num_layers=2, dtype=torch.float32, **more):
+def make(
+    num_pages=8,
+    page_size=4,
+    max_requests=4,
+    max_pages_per_request=4,
+    num_layers=2,
+    dtype=torch.float32,
+    **more,
+):
     return PagedCache(
-        num_layers, num_pages, page_size, 1, 1, max_requests=max_requests, max_pages_per_request=max_pages_per_request, dtype=dtype,
-        device="cpu", **more,
-    )  # fmt: skip
+        num_layers,
+        num_pages,
+        page_size,
+        1,
+        1,
+        max_requests=max_requests,
+        max_pages_per_request=max_pages_per_request,
+        dtype=dtype,
+        device="cpu",
+        **more,
+    )
 
 
 def snapshot(cache):
     ledger = copy.deepcopy(vars(cache._ledger))
-    return ledger, [t.clone().view(torch.uint8) for t in tensors(cache)]  # as bytes, because NaN is not NaN
+    return ledger, [
+        t.clone().view(torch.uint8) for t in tensors(cache)
+    ]  # as bytes, because NaN is not NaN
 
 
 def tensors(cache):
@@ -35,7 +62,11 @@ def tensors(cache):
 
 
 def same(a, b):
-    return a[0].keys() == b[0].keys() and all(a[0][k] == b[0][k] for k in a[0]) and all(map(torch.equal, a[1], b[1]))
+    return (
+        a[0].keys() == b[0].keys()
+        and all(a[0][k] == b[0][k] for k in a[0])
+        and all(map(torch.equal, a[1], b[1]))
+    )
 
 
 @contextlib.contextmanager
@@ -47,7 +78,8 @@ def unchanged(cache, error):
 
 
 def write(cache, slots, tokens):
-    """Token t's key is t in layer 0 and t + 0.5 in layer 1, its value the negative. slots: of each layer."""
+    """Token t's key is t in layer 0 and t + 0.5 in layer 1, its value the negative. slots: of each
+    layer."""
     for layer, ((k, v), own) in enumerate(zip(cache.layers, slots, strict=True)):
         new = torch.tensor(tokens, dtype=k.dtype)[own >= 0] + layer / 2
         k.view(-1)[own[own >= 0]] = new
@@ -59,7 +91,8 @@ def slots_of(cache, request, start=0):
 
 
 def read(cache, request, layer):
-    """The last tokens of a request, found as a kernel finds them: through its row of the tables. All of them without a window."""
+    """The last tokens of a request, found as a kernel finds them: through its row of the tables.
+    All of them without a window."""
     row, (k, v), pool = cache.row(request), cache.layers[layer], cache.table_of[layer]
     table, window = cache.tables[pool], cache.windows[pool]
     length = int(cache.seq_lens[row])
@@ -70,18 +103,23 @@ def read(cache, request, layer):
     return (keys - layer / 2).int().tolist()
 
 
-# The machine ------------------------------------------------------------------------------------------------------------
+# The machine --------------------------------------------------------------------------------------
 
 
 class Machine(RuleBasedStateMachine):
     """Any sequence of calls, beside a plain dictionary of what each request should hold."""
 
     @initialize(
-        page_size=st.sampled_from((1, 3, 4)), pages=st.integers(6, 20), rows=st.integers(3, 6), width=st.integers(2, 9),
+        page_size=st.sampled_from((1, 3, 4)),
+        pages=st.integers(6, 20),
+        rows=st.integers(3, 6),
+        width=st.integers(2, 9),
         window=st.sampled_from((0, 2, 5)),
-    )  # fmt: skip
+    )
     def start(self, page_size, pages, rows, width, window):
-        self.cache = poisoned(make(pages, page_size, rows, width, windows=(0, window), max_new_tokens=4))
+        self.cache = poisoned(
+            make(pages, page_size, rows, width, windows=(0, window), max_new_tokens=4)
+        )
         self.model = {}
         self.gone = []
         self.next = 1
@@ -94,7 +132,8 @@ class Machine(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def maybe(self, *errors):
-        """The call may raise one of `errors`, and then nothing has changed. Yields a list, filled if it raised."""
+        """The call may raise one of `errors`, and then nothing has changed. Yields a list, filled
+        if it raised."""
         before = snapshot(self.cache)
         raised = []
         try:
@@ -140,20 +179,33 @@ class Machine(RuleBasedStateMachine):
         with self.maybe(OutOfPages, RequestTooLong) as raised:
             step = self.cache.batch(chosen, counts)
             tokens = [self.tokens(n) for n in counts]
-            write(self.cache, [step.of(table).slots for table in self.cache.table_of], list(itertools.chain(*tokens)))
+            write(
+                self.cache,
+                [step.of(table).slots for table in self.cache.table_of],
+                list(itertools.chain(*tokens)),
+            )
             for request, new in zip(chosen, tokens, strict=True):
                 self.model[request] += new
             self.describes(step, chosen, counts)
         assert fits is not bool(raised)
 
     def describes(self, step, chosen, counts):
-        assert torch.equal(step.page_table, self.cache.page_table[[self.cache.row(r) for r in chosen]])
+        assert torch.equal(
+            step.page_table, self.cache.page_table[[self.cache.row(r) for r in chosen]]
+        )
         assert step.seq_lens.tolist() == [len(self.model[r]) for r in chosen]
         assert torch.equal(step.cu_seqlens_q, cu(counts)) and step.max_seqlen_q == max(counts)
-        new = [(r, len(self.model[r]) - n, len(self.model[r])) for r, n in zip(chosen, counts, strict=True)]
-        assert step.positions.tolist() == [at for _, start, stop in new for at in range(start, stop)]
+        new = [
+            (r, len(self.model[r]) - n, len(self.model[r]))
+            for r, n in zip(chosen, counts, strict=True)
+        ]
+        assert step.positions.tolist() == [
+            at for _, start, stop in new for at in range(start, stop)
+        ]
         assert torch.equal(step.slots, torch.cat([self.cache.slots(*each) for each in new]))
-        assert {t.dtype for t in (step.page_table, step.seq_lens, step.cu_seqlens_q)} == {torch.int32}
+        assert {t.dtype for t in (step.page_table, step.seq_lens, step.cu_seqlens_q)} == {
+            torch.int32
+        }
         assert step.slots.dtype == step.positions.dtype == torch.int64
 
     @precondition(lambda self: self.model)
@@ -173,7 +225,9 @@ class Machine(RuleBasedStateMachine):
         lost = length > len(self.model[request])
         for pool in self.cache._ledger.pools:
             first = self.cache._ledger.get(request).high - pool.columns * self.cache.page_size
-            lost |= pool.window > 0 and length > 0 and length - pool.window + 1 < first and first > 0
+            lost |= (
+                pool.window > 0 and length > 0 and length - pool.window + 1 < first and first > 0
+            )
         with self.maybe(InvalidInput) as raised:
             self.cache.truncate(request, length)
             del self.model[request][length:]
@@ -188,10 +242,20 @@ class Machine(RuleBasedStateMachine):
         self.gone.append(request)
 
     @precondition(lambda self: self.gone)
-    @rule(data=st.data(), call=st.sampled_from(["free", "fork", "length", "row", "slots", "batch", "extend", "truncate", "fits"]))
+    @rule(
+        data=st.data(),
+        call=st.sampled_from(
+            ["free", "fork", "length", "row", "slots", "batch", "extend", "truncate", "fits"]
+        ),
+    )
     def use_after_free(self, data, call):
         request = data.draw(st.sampled_from(self.gone))
-        many = {"extend": (request, 1), "truncate": (request, 0), "batch": ([*self.model, request],), "fits": (1, [request])}
+        many = {
+            "extend": (request, 1),
+            "truncate": (request, 0),
+            "batch": ([*self.model, request],),
+            "fits": (1, [request]),
+        }
         with unchanged(self.cache, UnknownRequest):
             getattr(self.cache, call)(*many.get(call, (request,)))
 
@@ -215,11 +279,15 @@ class Machine(RuleBasedStateMachine):
     def owners(self):
         cache, ledger = self.cache, self.cache._ledger
         assert cache.requests == tuple(self.model)
-        assert cache.free_pages + cache.used_pages == sum(pool.num_pages - 1 for pool in ledger.pools)
+        assert cache.free_pages + cache.used_pages == sum(
+            pool.num_pages - 1 for pool in ledger.pools
+        )
         for i, pool in enumerate(ledger.pools):
             owners = [page for entry in ledger.requests.values() for page in entry.pages[i]]
             assert pool.refs == [owners.count(page) for page in range(pool.num_pages)]
-            assert sorted({*owners} | {*pool.free}) == list(range(1, pool.num_pages)), "not the null page"
+            assert sorted({*owners} | {*pool.free}) == list(range(1, pool.num_pages)), (
+                "not the null page"
+            )
             assert not {*owners} & {*pool.free} and len(pool.free) == len({*pool.free})
         rows = {entry.row: entry for entry in ledger.requests.values()}
         assert sorted([*rows, *ledger.free_rows]) == list(range(cache.seq_lens.shape[0]))
@@ -227,13 +295,17 @@ class Machine(RuleBasedStateMachine):
             assert length == (rows[row].length if row in rows else 0)
             for i, table in enumerate(cache.tables):
                 line, pages = table[row].tolist(), rows[row].pages[i] if row in rows else []
-                assert len(pages) == min(-(-length // cache.page_size), len(line)) and len(set(pages)) == len(pages)
+                assert len(pages) == min(-(-length // cache.page_size), len(line)) and len(
+                    set(pages)
+                ) == len(pages)
                 assert line == pages + [0] * (len(line) - len(pages))
 
     @invariant()
     def tensors_stay(self):
         assert [t.data_ptr() for t in tensors(self.cache)] == self.addresses
-        assert all(pool[0].isnan().all() for pool in itertools.chain(*self.cache.layers)), "the null page was written"
+        assert all(pool[0].isnan().all() for pool in itertools.chain(*self.cache.layers)), (
+            "the null page was written"
+        )
 
 
 TestMachine = Machine.TestCase
@@ -243,14 +315,21 @@ LONGER = {"settings": settings(max_examples=120, stateful_step_count=40, deadlin
 TestMachineForLonger = pytest.mark.full(type("TestMachineForLonger", (Machine.TestCase,), LONGER))
 
 
-# By hand ----------------------------------------------------------------------------------------------------------------
+# By hand ------------------------------------------------------------------------------------------
 
 
 def made(kind, **more):
     """A cache of keys and values, or of latents, of 7 pages of 4 tokens."""
     if kind == "keys":
         return make(**more)
-    sizes = {"num_tokens": 28, "latent_dim": 6, "rope_dim": 2, "max_requests": 4, "max_tokens_per_request": 16, "page_size": 4}
+    sizes = {
+        "num_tokens": 28,
+        "latent_dim": 6,
+        "rope_dim": 2,
+        "max_requests": 4,
+        "max_tokens_per_request": 16,
+        "page_size": 4,
+    }
     return LatentCache(2, **sizes | {"dtype": torch.float32, "device": "cpu"} | more)
 
 
@@ -258,11 +337,16 @@ KINDS = pytest.mark.parametrize("kind", ["keys", "latents"])
 
 
 @KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str
+)
 def test_a_fork_shares_until_one_writes(kind, dtype, monkeypatch):
-    """The half-full page is then copied, of all layers in one launch. Of a last page that is full nothing is."""
+    """The half-full page is then copied, of all layers in one launch. Of a last page that is full
+    nothing is."""
     calls = []
-    monkeypatch.setattr("attnops.cache.paged.copy_kv", lambda *given: calls.append(given) or copy_kv(*given))
+    monkeypatch.setattr(
+        "attnops.cache.paged.copy_kv", lambda *given: calls.append(given) or copy_kv(*given)
+    )
     cache = made(kind, dtype=dtype)
     pools = list(itertools.chain(*cache.layers))
     a = cache.alloc(6)
@@ -281,18 +365,25 @@ def test_a_fork_shares_until_one_writes(kind, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "write", [lambda cache, fork: cache.extend(fork, 1), lambda cache, fork: cache.batch([fork])], ids=["extend", "batch"]
+    "write",
+    [lambda cache, fork: cache.extend(fork, 1), lambda cache, fork: cache.batch([fork])],
+    ids=["extend", "batch"],
 )
 def test_a_failing_copy_leaves_the_cache_as_it_was(write):
     cache = make()
     fork = cache.fork(cache.alloc(5))
-    with attnops.use(deny=tuple(f"copy_kv:{kernel}" for kernel in kernels_of("copy_kv"))), unchanged(cache, NoKernel):
+    with (
+        attnops.use(deny=tuple(f"copy_kv:{kernel}" for kernel in kernels_of("copy_kv"))),
+        unchanged(cache, NoKernel),
+    ):
         write(cache, fork)
     write(cache, fork)
     assert cache.length(fork) == 6
 
 
-@pytest.mark.parametrize("part", ["step.slot_mapping", "latent.prefix_chunks", "latent.shared_prefix"])
+@pytest.mark.parametrize(
+    "part", ["step.slot_mapping", "latent.prefix_chunks", "latent.shared_prefix"]
+)
 def test_a_failing_description_leaves_the_cache_as_it_was(monkeypatch, part):
     def fail(*_, **__):
         raise MemoryError
@@ -329,19 +420,30 @@ def test_made_and_used_in_any_mode(kind):
 
 @pytest.mark.parametrize(
     ("counts", "running", "fits"),
-    [(8, 0, True), ((4, 5), 0, False), (9, 1, True), (12, 1, False), ((3, 8), 1, True), ((4, 8), 1, False),
-     ((0, 0, 0), 0, False), ((), 0, True)],
+    [
+        (8, 0, True),
+        ((4, 5), 0, False),
+        (9, 1, True),
+        (12, 1, False),
+        ((3, 8), 1, True),
+        ((4, 8), 1, False),
+        ((0, 0, 0), 0, False),
+        ((), 0, True),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_fits(counts, running, fits):
-    """Beside a request of 5 tokens, in 2 of 4 pages and 1 of 3 rows; a request has at most 4 pages."""
+    """Beside a request of 5 tokens, in 2 of 4 pages and 1 of 3 rows; a request has at most 4
+    pages."""
     cache = make(num_pages=5, max_requests=3)
     request = cache.alloc(5)
     assert cache.fits(counts, [request] * running) is fits
 
 
 def test_a_window_fits_whatever_its_length():
-    cache = make(num_pages=8, page_size=2, max_pages_per_request=64, windows=(4, 4), max_new_tokens=2)
+    cache = make(
+        num_pages=8, page_size=2, max_pages_per_request=64, windows=(4, 4), max_new_tokens=2
+    )
     assert cache.fits(100) and cache.fits([100, 100]) and not cache.fits(129)
 
 
@@ -349,7 +451,10 @@ def test_shapes():
     sizes = {"max_requests": 7, "dtype": torch.bfloat16, "device": torch.device("cpu")}
     keys = PagedCache(3, 5, 2, 4, 8, 6, max_pages_per_request=9, **sizes)
     latents = LatentCache(3, 1000, max_tokens_per_request=300, page_size=32, **sizes)
-    for cache, shapes, table, pages in ((keys, ((5, 2, 4, 8), (5, 2, 4, 6)), (7, 9), 4), (latents, ((33, 32, 576),), (7, 12), 32)):
+    for cache, shapes, table, pages in (
+        (keys, ((5, 2, 4, 8), (5, 2, 4, 6)), (7, 9), 4),
+        (latents, ((33, 32, 576),), (7, 12), 32),
+    ):
         assert [tuple(tuple(x.shape) for x in layer) for layer in cache.layers] == [shapes] * 3
         assert cache.page_table.shape == table and cache.seq_lens.shape == (7,)
         assert not any(t.any() for t in tensors(cache)) and cache.workspace is None
@@ -365,7 +470,7 @@ def test_a_batch_is_frozen_and_a_pytree():
     assert isinstance(again, PagedBatch) and again.slots is step.slots
 
 
-# Errors -----------------------------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 # Each with a method and its arguments; "a" and "b" stand for the two requests of a busy cache.
 BAD = [

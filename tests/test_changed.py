@@ -25,7 +25,11 @@ DEVICE = "kernels/triton/device/gradient_parts.py"
 def copy(tmp_path):
     """The files that digests look at."""
     for folder in ("kernels", "ops", "core"):
-        shutil.copytree(code.ROOT / folder, tmp_path / "attnops" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            code.ROOT / folder,
+            tmp_path / "attnops" / folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     return tmp_path / "attnops"
 
 
@@ -69,7 +73,9 @@ def without_docstrings(tree):
 
 def with_more(tree, name):
     """One more statement in a function of a file."""
-    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    found = next(
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
+    )
     found.body.insert(1, ast.parse("more = 1").body[0])
 
 
@@ -80,7 +86,9 @@ def differing(before, after):
 
 def test_every_kernel_of_ours_has_a_digest():
     found = code.digests(all_kernels())
-    assert found.keys() == {f"{k.op}.{k.name}" for k in all_kernels() if origin(k.run).__module__.startswith("attnops.")}
+    assert found.keys() == {
+        f"{k.op}.{k.name}" for k in all_kernels() if origin(k.run).__module__.startswith("attnops.")
+    }
     assert all(len(value) == code.LENGTH for value in found.values())
     assert code.digests([Kernel("theirs", "attention", lambda call: None)]) == {}
 
@@ -113,7 +121,9 @@ def test_what_a_wrapped_or_bound_function_runs_counts(copy):
         edit(copy / file, partial(with_more, name=function))
         assert name in differing(before, before := digests_of(copy)), file
     edit(copy / "kernels/sgl/flashmla.py", one_more)
-    assert "mla_attention.flashmla" in differing(before, digests_of(copy)), "all of the module of a kernel's own function"
+    assert "mla_attention.flashmla" in differing(before, digests_of(copy)), (
+        "all of the module of a kernel's own function"
+    )
 
 
 def test_a_statement_that_a_kernel_does_not_reach_does_not_count(copy):
@@ -138,7 +148,9 @@ def test_a_function_of_shared_counts_with_the_file_that_registers_it():
 def test_formatting_and_words_do_not_count(copy, change):
     before = digests_of(copy)
     for path in copy.rglob("*.py"):
-        edit(path, change)  # `ast.unparse` writes no comment, and every statement on a line of its own
+        edit(
+            path, change
+        )  # `ast.unparse` writes no comment, and every statement on a line of its own
     assert digests_of(copy) == before
 
 
@@ -155,10 +167,12 @@ def test_moves_do_not_count(copy):
     path.write_text(f"{imported}\n{ast.unparse(tree)}")
     assert digests_of(copy) == before
     edit(elsewhere, another_constant)
-    assert GRADIENT in differing(before, digests_of(copy)), "and the file is looked at where it is now"
+    assert GRADIENT in differing(before, digests_of(copy)), (
+        "and the file is looked at where it is now"
+    )
 
 
-# By name, in modules that are written here ------------------------------------------------------------------------------
+# By name, in modules that are written here --------------------------------------------------------
 
 LIMIT = "from attnops.kernels.other.more import limit\n"
 USED = "def used(x):\n    return limit(x)\n"
@@ -166,7 +180,10 @@ USED = "def used(x):\n    return limit(x)\n"
 
 def digest_of(own, **others):
     """Of a kernel of the module `own`, beside modules of `kernels/other`."""
-    texts = {"kernels/own.py": own, **{f"kernels/other/{name}.py": text for name, text in others.items()}}
+    texts = {
+        "kernels/own.py": own,
+        **{f"kernels/other/{name}.py": text for name, text in others.items()},
+    }
     return code.Tree(texts.get).digest([code.Name("attnops.kernels.own", code.WHOLE)])
 
 
@@ -178,11 +195,15 @@ FOLLOWED = {
     "an alias": f"{LIMIT.strip()} as most\nRUN = most",
     "a module": "from attnops.kernels.other import more\nRUN = more.limit",
     "a module's alias": "import attnops.kernels.other.more as m\nRUN = m.limit",
-    "a module's full name": "import attnops.kernels.other.more\nRUN = attnops.kernels.other.more.limit",
+    "a module's full name": (
+        "import attnops.kernels.other.more\nRUN = attnops.kernels.other.more.limit"
+    ),
     "a default": f"{LIMIT}def run(limit=limit):\n    pass",
     "a decorator": f"{LIMIT}@limit\ndef run(limit):\n    pass",
     "the first of a comprehension": f"{LIMIT}RUN = [limit for limit in limit]",
-    "a name that a method has, too": f"{LIMIT}class Run:\n    def a(limit): pass\n    def b(x): limit(x)",
+    "a name that a method has, too": (
+        f"{LIMIT}class Run:\n    def a(limit): pass\n    def b(x): limit(x)"
+    ),
     "either of two": f"try:\n    {LIMIT}except ImportError:\n    limit = None\nRUN = limit",
 }
 UNRESOLVED = {
@@ -199,7 +220,11 @@ UNRESOLVED = {
 @pytest.mark.parametrize("how", FOLLOWED)
 def test_a_name_is_followed(how):
     def found(limit, other):
-        return digest_of(FOLLOWED[how], more=f"def limit(x):\n    return {limit}\nOTHER = {other}", used=LIMIT + USED)
+        return digest_of(
+            FOLLOWED[how],
+            more=f"def limit(x):\n    return {limit}\nOTHER = {other}",
+            used=LIMIT + USED,
+        )
 
     assert found(1, 1) != found(2, 1), "what it names counts"
     assert found(1, 1) == found(1, 2) or "full name" in how, "and nothing else of that module"
@@ -208,7 +233,10 @@ def test_a_name_is_followed(how):
 @pytest.mark.parametrize("how", UNRESOLVED)
 def test_all_of_a_module_counts_where_a_name_cannot_be_followed(how):
     used = f"from attnops.kernels.other.more import *\n{USED}"
-    one, other = (digest_of(UNRESOLVED[how], more=f"limit = 1\nOTHER = {value}", used=used) for value in (1, 2))
+    one, other = (
+        digest_of(UNRESOLVED[how], more=f"limit = 1\nOTHER = {value}", used=used)
+        for value in (1, 2)
+    )
     assert one != other
 
 
@@ -229,16 +257,28 @@ def test_all_of_a_module_counts_where_a_name_cannot_be_followed(how):
     ],
 )
 def test_which_statements_of_another_module_count(more, counts):
-    one, other = (digest_of(f"{LIMIT}RUN = limit", more=more.replace("VALUE", value)) for value in ("1", "2"))
+    one, other = (
+        digest_of(f"{LIMIT}RUN = limit", more=more.replace("VALUE", value)) for value in ("1", "2")
+    )
     assert (one != other) == counts
 
 
 def test_aliases_do_not_count_and_what_they_name_does():
-    same = [FOLLOWED[how] for how in ("a name", "an alias", "a module", "a module's alias", "passed on")]
+    same = [
+        FOLLOWED[how] for how in ("a name", "an alias", "a module", "a module's alias", "passed on")
+    ]
     assert len({digest_of(own, more="limit = 1", used=LIMIT) for own in same}) == 1
-    assert digest_of("limit = 1\nRUN = limit") == digest_of(same[0], more="limit = 1"), "nor does a move"
-    two = "from attnops.kernels.other.{} import limit\nfrom attnops.kernels.other.{} import limit as most\nRUN = limit(most)"
-    one, other = (digest_of(two.format(*order), more="limit = 1", used="limit = 2") for order in (("more", "used"), ("used", "more")))
+    assert digest_of("limit = 1\nRUN = limit") == digest_of(same[0], more="limit = 1"), (
+        "nor does a move"
+    )
+    two = (
+        "from attnops.kernels.other.{} import limit\nfrom attnops.kernels.other.{} import "
+        "limit as most\nRUN = limit(most)"
+    )
+    one, other = (
+        digest_of(two.format(*order), more="limit = 1", used="limit = 2")
+        for order in (("more", "used"), ("used", "more"))
+    )
     assert one != other, "two functions of one name in each other's place"
 
 
@@ -248,12 +288,22 @@ def test_the_kernels_of_a_machine():
 
     there = ["triton==3.6.0", "sgl_kernel==0.4.3"]
     found = names(Target.parse("h100", ()), ("linear", "paged_attention"), there)
-    assert {"linear.triton", "linear.aten", "paged_attention.fa3", "paged_attention.triton"} <= found
-    assert not found & {"linear.reference", "paged_attention.flashinfer", "paged_attention.trtllm", "attention.sdpa"}
+    assert {
+        "linear.triton",
+        "linear.aten",
+        "paged_attention.fa3",
+        "paged_attention.triton",
+    } <= found
+    assert not found & {
+        "linear.reference",
+        "paged_attention.flashinfer",
+        "paged_attention.trtllm",
+        "attention.sdpa",
+    }
     assert "attention.cudnn" not in names(Target())
 
 
-# Pages ----------------------------------------------------------------------------------------------------------------
+# Pages --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -286,19 +336,36 @@ def test_a_page_says_which_kernels_have_changed(changed, results, copy, monkeypa
     after = digests_of(copy)
     monkeypatch.setattr(changed, "today", lambda: after)
     assert says(f"Changed since: `{GRADIENT}`.", "| same |", "| changed |", "| 1 of 2 |")
-    assert results.compared(kept, tmp_path) == {GRADIENT: {"sm90": "changed"}, "attention.sdpa": {"sm90": ""}}
+    assert results.compared(kept, tmp_path) == {
+        GRADIENT: {"sm90": "changed"},
+        "attention.sdpa": {"sm90": ""},
+    }
     # Another run of the code of today: the kernel has met the machine as it is.
-    commit(tmp_path, "kernels-again", {"numerics": {GRADIENT: RAN}, "code": {GRADIENT: after[GRADIENT]}})
+    commit(
+        tmp_path,
+        "kernels-again",
+        {"numerics": {GRADIENT: RAN}, "code": {GRADIENT: after[GRADIENT]}},
+    )
     assert results.compared(kept, tmp_path)[GRADIENT] == {"sm90": ""}
 
 
-# Files without digests ------------------------------------------------------------------------------------------------
+# Files without digests ----------------------------------------------------------------------------
 
-GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
+GIT = (
+    "git",
+    "-c",
+    "user.name=test",
+    "-c",
+    "user.email=test@localhost",
+    "-c",
+    "commit.gpgsign=false",
+)
 
 
 def git(root, *words):
-    return subprocess.run([*GIT, "-C", str(root), *words], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [*GIT, "-C", str(root), *words], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
@@ -306,13 +373,18 @@ def test_git_tells_of_files_without_digests(changed, copy, tmp_path):
     def committed():
         git(tmp_path, "add", "-A")
         git(tmp_path, "commit", "-q", "-m", "a state")
-        return {"numerics": {GRADIENT: RAN, "attention.sdpa": RAN}, "commit": git(tmp_path, "rev-parse", "HEAD")}
+        return {
+            "numerics": {GRADIENT: RAN, "attention.sdpa": RAN},
+            "commit": git(tmp_path, "rev-parse", "HEAD"),
+        }
 
     git(tmp_path, "init", "-q")
     data = committed()
     edit(copy / DEVICE, another_constant)
     told = changed.code_of(data, tmp_path)
-    assert told == {name: changed.today()[name] for name in data["numerics"]}, "of the commit, not of the tree"
+    assert told == {name: changed.today()[name] for name in data["numerics"]}, (
+        "of the commit, not of the tree"
+    )
     path = commit(tmp_path, "kernels", data)
     text = path.read_text()
     assert changed.stamp(path, tmp_path) and not changed.stamp(path, tmp_path)
@@ -326,7 +398,9 @@ def test_git_tells_of_files_without_digests(changed, copy, tmp_path):
 @pytest.mark.parametrize("program", ["git", "no-such-program"])
 def test_without_history_it_is_unknown(changed, results, program, monkeypatch, tmp_path):
     inner = changed.subprocess.run
-    monkeypatch.setattr(changed.subprocess, "run", lambda words, **more: inner([program, *words[1:]], **more))
+    monkeypatch.setattr(
+        changed.subprocess, "run", lambda words, **more: inner([program, *words[1:]], **more)
+    )
     path = commit(tmp_path, "kernels", {"numerics": {GRADIENT: RAN}, "commit": "f" * 40})
     page = results.results_full(tmp_path)
     assert "It is unknown which kernels have changed since." in page and "| unknown |" in page
@@ -334,10 +408,11 @@ def test_without_history_it_is_unknown(changed, results, program, monkeypatch, t
 
 
 def test_every_committed_file_has_digests(changed):
-    """Or its page would differ where git has no history, as in a shallow clone: `make docs` writes them."""
+    """Or its page would differ where git has no history, as in a shallow clone: `make docs` writes
+    them."""
     folder = ROOT / "benchmarks" / "results"
     files = [path for path in folder.glob("*/*.json") if path.parent.name != "local"]
     assert files and not [path for path in files if "code" not in json.loads(path.read_text())]
-    assert changed.run_by({"suite": "linear", "device": "NVIDIA H200", "packages": ["triton==3.6.0"]}) == [
-        kernels_of("linear")[name] for name in ("aten", "triton")
-    ]
+    assert changed.run_by(
+        {"suite": "linear", "device": "NVIDIA H200", "packages": ["triton==3.6.0"]}
+    ) == [kernels_of("linear")[name] for name in ("aten", "triton")]

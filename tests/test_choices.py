@@ -69,8 +69,19 @@ def exchange(monkeypatch):
     ],
 )
 def test_a_kernel_that_takes_less_changes_the_table(exchange, op, name, features, kind):
-    """The table can fail: without the features, or but one dtype, the kind would be left to the plain body."""
+    """The table can fail: without the features, or but one dtype, the kind would be left to the
+    plain body."""
     kernel = kernels_of(op)[name]
-    exchange(replace(kernel, takes=kernel.takes.difference(features), dtypes=kernel.dtypes[: None if features else 1]))
-    answers = {d.kernel.name for _, _, by_target in kinds.decisions({kind: kinds.KINDS[kind]}) for d in by_target.values()}
+    exchange(
+        replace(
+            kernel,
+            takes=kernel.takes.difference(features),
+            dtypes=kernel.dtypes[: None if features else 1],
+        )
+    )
+    answers = {
+        d.kernel.name
+        for _, _, by_target in kinds.decisions({kind: kinds.KINDS[kind]})
+        for d in by_target.values()
+    }
     assert "reference" in answers

@@ -1,4 +1,5 @@
-"""The command: every subcommand, its JSON, good and bad arguments, and what it says where packages are missing."""
+"""The command: every subcommand, its JSON, good and bad arguments, and what it says where packages
+are missing."""
 
 import json
 import re
@@ -50,7 +51,10 @@ def explained(*arguments):
 )
 def test_linears_of_a_decode_step_are_explained(model, batch, kernel, counts):
     """By measured times and the sizes of the config, without experts and latents."""
-    config, h200 = models.config_of(model).get_text_config(decoder=True), Target.parse("h200", ("triton",))
+    config, h200 = (
+        models.config_of(model).get_text_config(decoder=True),
+        Target.parse("h200", ("triton",)),
+    )
     sites = list(linear_sites(config, torch.bfloat16, batch, h200))
     assert [site.count for site in sites] == counts
     assert {site.decision.kernel.name for site in sites} <= {kernel}
@@ -71,10 +75,13 @@ def test_the_version_is_printed():
 
 @pytest.mark.full
 def test_the_module_is_the_command():
-    assert subprocess.check_output([sys.executable, "-m", "attnops", "--version"], text=True) == f"attnops {VERSION}\n"
+    assert (
+        subprocess.check_output([sys.executable, "-m", "attnops", "--version"], text=True)
+        == f"attnops {VERSION}\n"
+    )
 
 
-# doctor ---------------------------------------------------------------------------------------------------------------
+# doctor -------------------------------------------------------------------------------------------
 
 
 def test_doctor_says_five_lines_and_lists_all_if_asked():
@@ -85,7 +92,13 @@ def test_doctor_says_five_lines_and_lists_all_if_asked():
     assert all(k["usable"] != bool(k["reasons"]) for k in kernels)
     assert all(k["usable"] for k in kernels if k["kernel"] == "reference")
     lines = attnops("doctor").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["attnops", "torch", "device", "kernels", "install"]
+    assert [line.split()[0] for line in lines] == [
+        "attnops",
+        "torch",
+        "device",
+        "kernels",
+        "install",
+    ]
     assert VERSION in lines[0] and torch.__version__ in lines[1]
     assert f"{sum(k['usable'] for k in kernels)} of {len(kernels)} run here (" in lines[3]
     if not torch.cuda.is_available():
@@ -97,14 +110,24 @@ def test_doctor_says_five_lines_and_lists_all_if_asked():
 
 def test_doctor_names_the_package_that_adds_the_most():
     """Each kernel that the installation adds is refused without it for its packages alone."""
-    nowhere, everywhere = (Target.parse("sm90", packages) for packages in (("triton",), packages_of_kernels()))
+    nowhere, everywhere = (
+        Target.parse("sm90", packages) for packages in (("triton",), packages_of_kernels())
+    )
     absent = [k.absences(nowhere) for k in all_kernels() if not doctor.why_not(k, everywhere)]
-    # Either of two packages may serve a kernel. No command brings the one that has no wheel for this torch.
-    wants = [want for refusals in absent if refusals for want in str(refusals[0].want).split(", or ")]
+    # Either of two packages may serve a kernel. No command brings the one that has no wheel for
+    # this torch.
+    wants = [
+        want for refusals in absent if refusals for want in str(refusals[0].want).split(", or ")
+    ]
     refused = Counter(want for want in wants if want.startswith("pip install "))
     found = doctor.best_install(nowhere)
-    assert len(refused) >= 3 and (found["command"], len(found["kernels"])) == refused.most_common(1)[0]
-    assert doctor.best_install(Target.parse("cpu", ())) is None and doctor.best_install(everywhere) is None
+    assert (
+        len(refused) >= 3 and (found["command"], len(found["kernels"])) == refused.most_common(1)[0]
+    )
+    assert (
+        doctor.best_install(Target.parse("cpu", ())) is None
+        and doctor.best_install(everywhere) is None
+    )
 
 
 @pytest.fixture
@@ -128,7 +151,9 @@ def test_doctor_on_a_gpu(gpu):
     assert Target.of(torch.device("cuda", 0)) == Target("cuda", 90, gpu="Some GPU")
     report = json.loads(attnops("doctor", "--json").stdout)
     assert report["target"] == "sm90"
-    assert report["machine"]["devices"] == [{"name": "Some GPU", "arch": "sm90", "memory_bytes": 80 * 2**30}]
+    assert report["machine"]["devices"] == [
+        {"name": "Some GPU", "arch": "sm90", "memory_bytes": 80 * 2**30}
+    ]
     for more in ((), ("--all",)):
         assert "Some GPU (sm90, 80 GiB)" in attnops("doctor", *more).stdout
 
@@ -138,11 +163,18 @@ def test_an_amd_gpu_is_no_cuda_device(gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     gpu(name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-")
     found = Target.of(torch.device("cuda"))
-    assert (found.device, str(found), found.title) == ("hip", "gfx942", "AMD Instinct MI300X (gfx942)")
+    assert (found.device, str(found), found.title) == (
+        "hip",
+        "gfx942",
+        "AMD Instinct MI300X (gfx942)",
+    )
 
 
 def test_doctor_without_optional_packages():
-    code = "from attnops.cli import main; import sys; sys.argv = ['attnops', 'doctor', '--json']; main()"
+    code = (
+        "from attnops.cli import main; import sys; sys.argv = ['attnops', 'doctor', "
+        "'--json']; main()"
+    )
     report = json.loads(torch_process(code, block=["transformers", "triton"]))
     assert report["machine"]["triton"] is None and report["machine"]["transformers"] is None
     assert any(k["usable"] for k in report["kernels"])
@@ -175,7 +207,11 @@ except SystemExit as end:
 )
 def test_a_command_says_in_one_line_what_to_install(command, absent, extra):
     line, end = said(*command, absent=absent)
-    assert line.startswith("attnops: ") and f"pip install 'attnops[{extra}]'" in line and end == "exit 2"
+    assert (
+        line.startswith("attnops: ")
+        and f"pip install 'attnops[{extra}]'" in line
+        and end == "exit 2"
+    )
 
 
 # A kernel of a package that is nowhere, and a third party's module that cannot be loaded.
@@ -196,7 +232,7 @@ explain = ("explain", "llama", "--phase", "prefill", "--target")
 chosen = [run(*explain, *more)["phases"]["prefill"]["calls"][0] for more in (["sm90"], ["sm90", "--assume", ""], ["sm100"])]
 print(json.dumps({"far": far, "broken": report["broken"], "chosen": chosen}))
 print(CliRunner().invoke(app, ["doctor", "--all"]).stdout)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full
@@ -205,15 +241,20 @@ def test_a_new_kernel_and_a_broken_one_are_shown():
     found = json.loads(first)
     far = found["far"]
     assert not far["usable"]
-    assert far["reasons"] == [{"field": "package", "got": "far_away missing", "want": "pip install far-away"}]
+    assert far["reasons"] == [
+        {"field": "package", "got": "far_away missing", "want": "pip install far-away"}
+    ]
     assert list(found["broken"]) == ["theirs (their.module)"]
     assert "no such thing" in text and "pip install far-away" in text
     there, *elsewhere = found["chosen"]
     assert there["kernel"] == "far"
-    assert [r["field"] for call in elsewhere for r in call["refused"]["far"]] == ["package", "target"]
+    assert [r["field"] for call in elsewhere for r in call["refused"]["far"]] == [
+        "package",
+        "target",
+    ]
 
 
-# explain --------------------------------------------------------------------------------------------------------------
+# explain ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(2)
@@ -239,8 +280,12 @@ TARGETS = {
 @pytest.mark.parametrize("target", TARGETS)
 def test_gpus_are_targets(tmp_path, target):
     """Of each GPU a decode step over pages: one launch where our own kernel runs."""
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["llama-3-8b-shape"], "num_hidden_layers": 1}))
-    found = explained(tmp_path, "--target", target, "--cache", "paged", "--phase", "decode")["decode"]
+    (tmp_path / "config.json").write_text(
+        json.dumps({**SHAPES["llama-3-8b-shape"], "num_hidden_layers": 1})
+    )
+    found = explained(tmp_path, "--target", target, "--cache", "paged", "--phase", "decode")[
+        "decode"
+    ]
     calls, amd = {call["op"]: call for call in found["calls"]}, target == "gfx942"
     assert found["target"] == TARGETS[target]
     attention = {"paged_attention", "write_kv"} if amd else {"decode_attention"}
@@ -261,8 +306,12 @@ def test_gpus_are_targets(tmp_path, target):
 def test_every_shape_is_answered(shape):
     for phase, found in explained(shape, "--target", "sm100", "--tokens", 300).items():
         for call in found["calls"]:
-            assert {call["kernel"], *call["can_run"], *call["refused"]} == set(kernels_of(call["op"])), phase
-            assert all(r["field"] and r["want"] for reasons in call["refused"].values() for r in reasons)
+            assert {call["kernel"], *call["can_run"], *call["refused"]} == set(
+                kernels_of(call["op"])
+            ), phase
+            assert all(
+                r["field"] and r["want"] for reasons in call["refused"].values() for r in reasons
+            )
 
 
 def test_what_is_given_reaches_the_problem():
@@ -282,26 +331,42 @@ def test_what_is_given_reaches_the_problem():
 
 @pytest.mark.parametrize("folder", [True, False], ids=["folder", "file"])
 def test_a_config_file(tmp_path, folder):
-    config = {**SHAPES["llama-3-8b-shape"], "num_hidden_layers": 3, "quantization_config": {"quant_method": "fp8"}}
+    config = {
+        **SHAPES["llama-3-8b-shape"],
+        "num_hidden_layers": 3,
+        "quantization_config": {"quant_method": "fp8"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = explained(tmp_path if folder else tmp_path / "config.json", "--target", "cpu", "--phase", "prefill")
+    found = explained(
+        tmp_path if folder else tmp_path / "config.json", "--target", "cpu", "--phase", "prefill"
+    )
     [call] = found["prefill"]["calls"]
     assert call["count"] == 3
 
 
 def test_a_model_of_few_positions(tmp_path):
     """BERT's table of positions has 512 rows, and a step follows the prompt."""
-    shape = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
+    shape = {
+        "model_type": "bert",
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     for found in explained(tmp_path, "--target", "h100").values():
         assert len(found["calls"]) == 1
     result = attnops("explain", tmp_path, "--target", "h100", "--tokens", 512)
-    assert result.exit_code == 2 and "want at most 511: the model has 512 positions" in " ".join(result.stderr.split())
+    assert result.exit_code == 2 and "want at most 511: the model has 512 positions" in " ".join(
+        result.stderr.split()
+    )
 
 
 BAD = {
     "unknown model": (["nope"], "model: got 'nope'"),
-    "a model on the Hub": (["meta-llama/Llama-3.1-8B"], "hf download meta-llama/Llama-3.1-8B config.json"),
+    "a model on the Hub": (
+        ["meta-llama/Llama-3.1-8B"],
+        "hf download meta-llama/Llama-3.1-8B config.json",
+    ),
     "unknown cache": (["qwen2", "--cache", "blocks"], "cache"),
     "pages cannot hold it": (["doge", "--cache", "paged", "--target", "h200"], 'cache="paged"'),
     "unknown target": (["llama", "--target", "gpu"], "target: got 'gpu'"),
@@ -326,11 +391,13 @@ def test_bad_arguments(arguments, says):
 
 
 def test_an_idle_package_is_noted():
-    result = attnops("explain", "llama", "--target", "sm90", "--assume", "no_such_package", "--phase", "prefill")
+    result = attnops(
+        "explain", "llama", "--target", "sm90", "--assume", "no_such_package", "--phase", "prefill"
+    )
     assert result.exit_code == 0 and "no kernel needs no_such_package" in result.stderr
 
 
-# demo -----------------------------------------------------------------------------------------------------------------
+# demo ---------------------------------------------------------------------------------------------
 
 
 def test_demo_without_compiling():
@@ -342,7 +409,9 @@ def test_demo_without_compiling():
         assert kernels.keys() == {"here", "h200", "b200"} and all(kernels.values())
         assert [len(row) for row in model["tokens"]] == [3, 3] and model["equal_tokens"] == [6, 6]
         assert min(model["ms_a_token"].values()) > 0
-        row = rf"{model['name']} +6 of 6 +[\d.]+ +[\d.]+ +{kernels['here'][0]} +{kernels['h200'][0]} "
+        row = (
+            rf"{model['name']} +6 of 6 +[\d.]+ +[\d.]+ +{kernels['here'][0]} +{kernels['h200'][0]} "
+        )
         assert re.search(row, result.stderr)
     assert attnops("demo", "--no-compile", "--tokens", 1).exit_code == 2
 
@@ -358,19 +427,24 @@ def test_demo_compiles():
         report = _one("llama-small", Console(quiet=True), Clock(Console(quiet=True)), 3, True)
         assert report["equal"] and report["graph"]
     chosen = report["kernels"]["here"]
-    assert chosen and all(any(re.search(rf"attnops\.\w*attention\.{name}(\(|: )", line) for line in report["graph"]) for name in chosen)
+    assert chosen and all(
+        any(re.search(rf"attnops\.\w*attention\.{name}(\(|: )", line) for line in report["graph"])
+        for name in chosen
+    )
 
 
 def test_demo_ends_with_1_when_a_token_differs(monkeypatch):
     from attnops.cli import demo
 
     honest = demo._generate
-    monkeypatch.setattr(demo, "_generate", lambda *a, **k: honest(*a, **k) + hasattr(a[0], "_attnops"))
+    monkeypatch.setattr(
+        demo, "_generate", lambda *a, **k: honest(*a, **k) + hasattr(a[0], "_attnops")
+    )
     result = attnops("demo", "--no-compile", "--tokens", 2)
     assert result.exit_code == 1 and "DIFFER" in result.stdout
 
 
-# features -------------------------------------------------------------------------------------------------------------
+# features -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", features.ops_of_kernels())

@@ -1,4 +1,5 @@
-"""Several GPUs, on a CPU: fake tensors lie on them, and a fake of torch's guard says which is the current one."""
+"""Several GPUs, on a CPU: fake tensors lie on them, and a fake of torch's guard says which is the
+current one."""
 
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -56,7 +57,9 @@ def test_a_guard_is_entered_for_another_gpu_alone(entered, monkeypatch):
             pass
     assert entered == [1]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert not adapt.elsewhere(on("cuda:1")), "only fake tensors can be there, and asking would initialise CUDA"
+    assert not adapt.elsewhere(on("cuda:1")), (
+        "only fake tensors can be there, and asking would initialise CUDA"
+    )
 
 
 FOREIGN = [k for k in all_kernels() if k.packages]
@@ -72,13 +75,21 @@ def test_every_foreign_kernel_runs_on_the_gpu_of_its_tensors(kernel, entered):
 
 
 def test_kernels_of_torch_ops_alone_enter_nothing():
-    plain = [k for k in all_kernels() if not k.packages and str(k.run.__module__).startswith("attnops.")]
+    plain = [
+        k for k in all_kernels() if not k.packages and str(k.run.__module__).startswith("attnops.")
+    ]
     assert plain and not [k for k in plain if getattr(k.run, "placed", None)]
 
 
 def test_a_kernel_is_compiled_ahead_on_the_gpu_of_its_call(entered):
     seen = []
-    kernel = Kernel("mine", "attention", lambda call: None, dtypes=(torch.float32,), ahead=lambda call: seen.append((call, *entered)))
+    kernel = Kernel(
+        "mine",
+        "attention",
+        lambda call: None,
+        dtypes=(torch.float32,),
+        ahead=lambda call: seen.append((call, *entered)),
+    )
     kernel.ahead(None)
     assert seen == [(None,)]
     with FakeTensorMode():
@@ -95,7 +106,7 @@ def test_rows_are_cleared_on_their_gpu(entered, monkeypatch):
     assert entered == [None, "launched"]
 
 
-# Every way to a kernel ------------------------------------------------------------------------------------------------
+# Every way to a kernel ----------------------------------------------------------------------------
 
 
 GUARDS, SEEN = list[torch.device](), list[tuple[str, int]]()
@@ -121,7 +132,16 @@ def kernels():
     core = Core("(Tensor query) -> Tensor", partial(note, "core"), torch.empty_like)
     more = {"theirs": (run, None), "cored": (inlined, Inline(when=lambda p: True, core=core))}
     made = [
-        register(Kernel(name, "attention", run, dtypes=(torch.float32,), cost_us=lambda p: 1e9, inline=inline))
+        register(
+            Kernel(
+                name,
+                "attention",
+                run,
+                dtypes=(torch.float32,),
+                cost_us=lambda p: 1e9,
+                inline=inline,
+            )
+        )
         for name, (run, inline) in more.items()
     ]
     yield
@@ -156,11 +176,17 @@ def test_eager_and_compiled_calls_are_guarded(away, name, compiled):
     with torch.no_grad():
         if compiled:
             _, code = compiled_code(lambda: torch.compile(call, fullgraph=True)(query))
-            assert "attention__cored" in code if name == "cored" else kernel_calls(code) == ["attention.theirs"]
+            assert (
+                "attention__cored" in code
+                if name == "cored"
+                else kernel_calls(code) == ["attention.theirs"]
+            )
         else:
             call(query)
             call(query)
-    assert {*SEEN} == {("run" if name == "theirs" else "core", 1)} and not GUARDS, "one guard, whoever called whom"
+    assert {*SEEN} == {("run" if name == "theirs" else "core", 1)} and not GUARDS, (
+        "one guard, whoever called whom"
+    )
 
 
 def test_a_kernel_made_of_another_is_guarded_once(away):
@@ -171,18 +197,25 @@ def test_a_kernel_made_of_another_is_guarded_once(away):
     assert SEEN == [("run", 1)]
 
 
-# What is asked once ---------------------------------------------------------------------------------------------------
+# What is asked once -------------------------------------------------------------------------------
 
 
 def test_a_device_without_a_number_is_the_current_one(entered, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr("attnops.core.problem._target_of", lambda kind, index: (kind, index))
-    assert Target.of(torch.device("cuda")) == ("cuda", 1) and Target.of(torch.device("cuda:0")) == ("cuda", 0)
+    assert Target.of(torch.device("cuda")) == ("cuda", 1) and Target.of(torch.device("cuda:0")) == (
+        "cuda",
+        0,
+    )
 
 
-@pytest.mark.parametrize(("gpus", "refused"), [([(9, 0), (9, 0)], ""), ([(8, 9), (9, 0)], ""), ([(9, 0), (10, 0)], "sm90 and sm100")])
+@pytest.mark.parametrize(
+    ("gpus", "refused"),
+    [([(9, 0), (9, 0)], ""), ([(8, 9), (9, 0)], ""), ([(9, 0), (10, 0)], "sm90 and sm100")],
+)
 def test_fa4_refuses_gpus_of_two_architectures_that_it_serves(gpus, refused, monkeypatch):
-    """It asks for one once. Another GPU beside it is no reason, for the guard keeps the package from asking that one."""
+    """It asks for one once. Another GPU beside it is no reason, for the guard keeps the package
+    from asking that one."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpus[index])
     found = fa4.one_family(Target("cuda", 90, gpu="NVIDIA H200"))

@@ -7,12 +7,19 @@ import torch
 
 from tests.distributed import CASES, STEPS, check, results
 
-# A gradient is a sum of the same terms in another order; each step starts from parameters that differ by as much.
+# A gradient is a sum of the same terms in another order; each step starts from parameters that
+# differ by as much.
 LIMIT = STEPS * 256 * torch.finfo(torch.float32).eps
 
 
-# One start of two processes each. The compiler that is cheap has one compiled case of each model and of each way.
-RUNS = {"aot_eager": [n for n in CASES if n not in ("attnops.nn, fsdp2, compiled", "transformers, ddp, compiled")], "inductor": [*CASES]}
+# One start of two processes each. The compiler that is cheap has one compiled case of each model
+# and of each way.
+RUNS = {
+    "aot_eager": [
+        n for n in CASES if n not in ("attnops.nn, fsdp2, compiled", "transformers, ddp, compiled")
+    ],
+    "inductor": [*CASES],
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,11 @@ def found(request, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [pytest.param(run, name, marks=[pytest.mark.full] * (run == "inductor")) for run, names in RUNS.items() for name in names],
+    [
+        pytest.param(run, name, marks=[pytest.mark.full] * (run == "inductor"))
+        for run, names in RUNS.items()
+        for name in names
+    ],
 )
 def test_two_processes_are_one(backend, name, found):
     check(found(backend)[name], LIMIT)

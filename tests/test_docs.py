@@ -1,4 +1,5 @@
-"""What the documents say is so: code blocks run, generated parts are fresh, shown output is what is printed, links lead somewhere."""
+"""What the documents say is so: code blocks run, generated parts are fresh, shown output is what is
+printed, links lead somewhere."""
 
 import importlib.util
 import os
@@ -12,7 +13,9 @@ import pytest
 
 from tests.helpers import ROOT, ready_process, sources
 
-PAGES = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "gallery" not in p.parts)])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "gallery" not in p.parts)]
+)
 README = (ROOT / "README.md").read_text()
 FENCE = re.compile(r"^```(\w*|{[\w-]+}.*)\n(.*?)^```$", re.M | re.S)
 PRINTED = re.compile(r"^```python\n(?:(?!^```).)*^```\n\n```text\n(.*?)^```$", re.M | re.S)
@@ -31,7 +34,15 @@ def part(text, name):
     return "\n".join(line for line in body.splitlines() if not line.startswith("```"))
 
 
-OPTIONAL = {"diffusers", "peft", "sentence_transformers", "timm", "torchtitan", "torchvision", "transformers"}
+OPTIONAL = {
+    "diffusers",
+    "peft",
+    "sentence_transformers",
+    "timm",
+    "torchtitan",
+    "torchvision",
+    "transformers",
+}
 
 
 def skip_unless_installed(code):
@@ -53,7 +64,9 @@ def links(page):
 
 def script(path, *arguments):
     code = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
-    return ready_process(code, *arguments, env={"CUDA_VISIBLE_DEVICES": ""})  # pages show what a CPU prints
+    return ready_process(
+        code, *arguments, env={"CUDA_VISIBLE_DEVICES": ""}
+    )  # pages show what a CPU prints
 
 
 @pytest.mark.slow
@@ -102,7 +115,9 @@ def test_blocks_run_and_print_the_text_below_them(page):
     text = page.read_text()
     skip_unless_installed("\n".join(blocks(text)))
     compiled = "<!-- graph:begin -->" in text
-    printed, _, lines = ready_process("\n".join([*blocks(text), GRAPH * compiled])).partition("compiled to\n")
+    printed, _, lines = ready_process("\n".join([*blocks(text), GRAPH * compiled])).partition(
+        "compiled to\n"
+    )
     assert [below for below in PRINTED.findall(text) if below not in printed] == []
     assert not compiled or lines.strip() == part(text, "graph").strip()
 
@@ -121,17 +136,27 @@ def test_readme_is_short():
 
 def test_architecture_maps_every_folder():
     folders = {path.parent for path in sources().values() if path.name == "__init__.py"}
-    rooms = [folder.relative_to(ROOT) for folder in folders if folder.parent in (ROOT, ROOT / "attnops")]
+    rooms = [
+        folder.relative_to(ROOT) for folder in folders if folder.parent in (ROOT, ROOT / "attnops")
+    ]
     text = (ROOT / "docs" / "architecture.md").read_text()
-    assert len(rooms) > 10 and not [room for room in rooms if room.name != "attnops" and f"`{room}/`" not in text]
+    assert len(rooms) > 10 and not [
+        room for room in rooms if room.name != "attnops" and f"`{room}/`" not in text
+    ]
 
 
 def test_links_lead_from_the_index_to_every_page():
     reached = [ROOT / "docs" / "index.md"]
     for page in reached:
-        there = [(page.parent / target).resolve() for target in links(page) if target.endswith(".md")]
+        there = [
+            (page.parent / target).resolve() for target in links(page) if target.endswith(".md")
+        ]
         reached += [found for found in dict.fromkeys(there) if found not in reached]
-    own = [p for p in PAGES if p.is_relative_to(ROOT / "docs") and not p.read_text().startswith("```{include}")]
+    own = [
+        p
+        for p in PAGES
+        if p.is_relative_to(ROOT / "docs") and not p.read_text().startswith("```{include}")
+    ]
     assert not {*own} - {*reached}
 
 
@@ -142,13 +167,19 @@ SHOWN = EXAMPLES.shown(GALLERY)
 
 def test_the_gallery_has_every_example():
     assert EXAMPLES.page(SHOWN) == GALLERY, "python docs/examples.py writes it"
-    found = {path.stem for path in EXAMPLES.PAGE.parent.iterdir() if path.suffix == ".py" or path.is_dir()} - {"__pycache__"}
+    found = {
+        path.stem
+        for path in EXAMPLES.PAGE.parent.iterdir()
+        if path.suffix == ".py" or path.is_dir()
+    } - {"__pycache__"}
     assert found == {*EXAMPLES.ORDER, "own_kernel_package"}
 
 
 @pytest.mark.sweep(9)
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [name for name in EXAMPLES.ORDER if name != "aoti_export"])  # tests/lowering/test_modes.py runs it
+@pytest.mark.parametrize(
+    "example", [name for name in EXAMPLES.ORDER if name != "aoti_export"]
+)  # tests/lowering/test_modes.py runs it
 def test_example_prints_what_the_gallery_shows(example):
     path = ROOT / "examples" / f"{example}.py"
     skip_unless_installed(path.read_text())
@@ -156,16 +187,35 @@ def test_example_prints_what_the_gallery_shows(example):
     assert EXAMPLES.comparable(printed) == EXAMPLES.comparable(SHOWN[example])
 
 
-@pytest.mark.full  # tests/test_plugins.py loads kernels by the same entry points, and test_select.py one in files of its own
+# tests/test_plugins.py loads kernels by the same entry points, and test_select.py one in files of
+# its own
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_kernel_in_a_package_is_found_and_keeps_its_contract(tmp_path):
     source, site = tmp_path / "source", tmp_path / "site"
-    shutil.copytree(ROOT / "examples" / "own_kernel_package", source)  # pip builds beside the sources
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "--target", site, source]
+    shutil.copytree(
+        ROOT / "examples" / "own_kernel_package", source
+    )  # pip builds beside the sources
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        site,
+        source,
+    ]
     subprocess.run(pip, check=True, timeout=120)
     env = {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])}
     test = str(source / "test_attnops_plain.py")
-    printed = ready_process(f"import pytest; raise SystemExit(pytest.main(['-q', '-p', 'no:cacheprovider', {test!r}]))", env=env)
+    printed = ready_process(
+        f"import pytest; raise SystemExit(pytest.main(['-q', '-p', 'no:cacheprovider', {test!r}]))",
+        env=env,
+    )
     assert " passed" in printed
 
 
@@ -179,8 +229,14 @@ def test_tutorial_runs(tutorial):
 
 
 def test_ops_that_nothing_imports_are_said_to_have_no_caller():
-    _, _, after = (ROOT / "docs" / "ops.md").read_text().partition("Nothing in attnops calls these ops yet")
+    _, _, after = (
+        (ROOT / "docs" / "ops.md").read_text().partition("Nothing in attnops calls these ops yet")
+    )
     said = {*re.findall(r"`(\w+)`", after.partition("\n\n")[0])}
-    rooms = tuple(f"attnops.{room}." for room in ("nn", "cache", "hf", "adapters", "lowering", "graphs"))
-    code = "\n".join(path.read_text() for module, path in sources().items() if module.startswith(rooms))
+    rooms = tuple(
+        f"attnops.{room}." for room in ("nn", "cache", "hf", "adapters", "lowering", "graphs")
+    )
+    code = "\n".join(
+        path.read_text() for module, path in sources().items() if module.startswith(rooms)
+    )
     assert said and not [op for op in said if re.search(rf"import.*\b{op}\b", code)]

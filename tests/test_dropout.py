@@ -1,4 +1,5 @@
-"""Dropout of the modules: torch's own call and seeds, a linear map of the values, and what no kernel has with it."""
+"""Dropout of the modules: torch's own call and seeds, a linear map of the values, and what no
+kernel has with it."""
 
 from typing import Any
 
@@ -16,9 +17,12 @@ P = 0.3
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 SIZES = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 MASKS = {
-    "none": None, "bool": torch.rand(B, 1, S, S) < 0.6, "by head": torch.rand(1, HQ, S, S) < 0.6, "additive": torch.randn(S, S, **DOUBLE),
+    "none": None,
+    "bool": torch.rand(B, 1, S, S) < 0.6,
+    "by head": torch.rand(1, HQ, S, S) < 0.6,
+    "additive": torch.randn(S, S, **DOUBLE),
     "wide": torch.randn(B, HQ, 1, S, **DOUBLE),
-}  # fmt: skip
+}
 
 
 def core(dropout=P, **more):
@@ -33,7 +37,9 @@ def heads(queries=S, keys=S, dtype=torch.float64):
 def layers(dropout=P):
     return {
         "self": SelfAttention(E, HQ, HKV, D, rope=RotaryEmbedding(D), dropout=dropout, **DOUBLE),
-        "latent": LatentAttention(E, 3, rope=RotaryEmbedding(4), dropout=dropout, **SIZES, **DOUBLE),
+        "latent": LatentAttention(
+            E, 3, rope=RotaryEmbedding(4), dropout=dropout, **SIZES, **DOUBLE
+        ),
     }
 
 
@@ -45,15 +51,22 @@ def seeded(seed, module, *args, **kwargs):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_weights_that_are_kept_are_those_of_attention(mask, causal):
-    """The map from values to the result has dropped weights and weights of the undropped map by 1 / (1 - p), and no others."""
+    """The map from values to the result has dropped weights and weights of the undropped map by 1 /
+    (1 - p), and no others."""
     module, (q, k, _) = core(causal=causal), heads()
-    unit = torch.eye(S, **DOUBLE)[None, :, None].expand(B, S, HKV, S)  # the result of these values is the weights
+    unit = torch.eye(S, **DOUBLE)[None, :, None].expand(
+        B, S, HKV, S
+    )  # the result of these values is the weights
     module.v_head_dim = S
     kept = seeded(1, module, q, k, unit, mask=MASKS[mask])
     whole = module.eval()(q, k, unit, mask=MASKS[mask])
     dropped = (kept == 0) & (whole != 0)
-    torch.testing.assert_close(kept, torch.where(dropped, 0.0, whole / (1 - P)), atol=1e-6, rtol=1e-6)
-    assert 0.1 < dropped.sum() / (whole != 0).sum() < 0.5, "a share of P, of a hundred weights or more"
+    torch.testing.assert_close(
+        kept, torch.where(dropped, 0.0, whole / (1 - P)), atol=1e-6, rtol=1e-6
+    )
+    assert 0.1 < dropped.sum() / (whole != 0).sum() < 0.5, (
+        "a share of P, of a hundred weights or more"
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (1, 6)], ids=str)
@@ -68,9 +81,23 @@ def test_it_is_torchs_own_with_the_same_seed(mask):
     module, (q, k, v) = core(), heads()
     out = seeded(1, module, q, k, v, mask=MASKS[mask])
     assert not torch.equal(seeded(2, module, q, k, v, mask=MASKS[mask]), out)
-    hidden = None if mask == "none" else MASKS[mask].masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), float("-inf"))
-    heads_first = (q.transpose(1, 2), *(x.repeat_interleave(HQ // HKV, 2).transpose(1, 2) for x in (k, v)))
-    torchs = seeded(1, F.scaled_dot_product_attention, *heads_first, attn_mask=hidden, is_causal=hidden is None, dropout_p=P)
+    hidden = (
+        None
+        if mask == "none"
+        else MASKS[mask].masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), float("-inf"))
+    )
+    heads_first = (
+        q.transpose(1, 2),
+        *(x.repeat_interleave(HQ // HKV, 2).transpose(1, 2) for x in (k, v)),
+    )
+    torchs = seeded(
+        1,
+        F.scaled_dot_product_attention,
+        *heads_first,
+        attn_mask=hidden,
+        is_causal=hidden is None,
+        dropout_p=P,
+    )
     torch.testing.assert_close(out, torchs.transpose(1, 2))
 
 
@@ -92,7 +119,11 @@ def test_a_query_that_sees_nothing_gives_0(kind):
     module, given = core(causal=False), heads()
     mask = torch.ones(S, S, dtype=torch.bool)
     mask[2] = False
-    mask = mask if kind == torch.bool else torch.zeros(S, S, dtype=kind).masked_fill(~mask, float("-inf"))
+    mask = (
+        mask
+        if kind == torch.bool
+        else torch.zeros(S, S, dtype=kind).masked_fill(~mask, float("-inf"))
+    )
     out = module(*given, mask=mask)
     assert (out[:, 2] == 0).all() and (out[:, 3] != 0).any()
     grads = torch.autograd.grad(out.sum(), given)
@@ -134,7 +165,9 @@ FLAT, JAGGED = torch.randn(6, E, **DOUBLE), jagged(E)
 
 
 def paged(layer, x):
-    cache = PagedCache(1, 4, 4, HKV, D, max_requests=1, max_pages_per_request=2, dtype=x.dtype, device="cpu")
+    cache = PagedCache(
+        1, 4, 4, HKV, D, max_requests=1, max_pages_per_request=2, dtype=x.dtype, device="cpu"
+    )
     return layer(x, batch=cache.batch([cache.alloc()], [6]), **pages_of(cache))
 
 
@@ -166,9 +199,11 @@ def test_refused_by_name(text):
 
 
 BROKEN = {
-    "fewer values": (lambda q, k, v: (q, k, v[:, 1:]), None), "key dtype": (lambda q, k, v: (q, k.half(), v), None),
-    "mask of heads": (lambda *x: x, torch.zeros(B, HKV, S, S)), "mask that is a list": (lambda *x: x, [True] * S),
-}  # fmt: skip
+    "fewer values": (lambda q, k, v: (q, k, v[:, 1:]), None),
+    "key dtype": (lambda q, k, v: (q, k.half(), v), None),
+    "mask of heads": (lambda *x: x, torch.zeros(B, HKV, S, S)),
+    "mask that is a list": (lambda *x: x, [True] * S),
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)

@@ -1,4 +1,5 @@
-"""Every class of error crosses processes and is copied; a compiler's error leads to the one it wraps."""
+"""Every class of error crosses processes and is copied; a compiler's error leads to the one it
+wraps."""
 
 import copy
 import gc
@@ -15,24 +16,49 @@ import pytest
 import torch
 
 import attnops
-from attnops.core.errors import AttnopsError, BadTable, InvalidInput, NoKernel, NotCompiled, UnknownKernel, fail, find
+from attnops.core.errors import (
+    AttnopsError,
+    BadTable,
+    InvalidInput,
+    NoKernel,
+    NotCompiled,
+    UnknownKernel,
+    fail,
+    find,
+)
 from attnops.core.kernel import Kernel, _drop, kernels_of, register
 from attnops.core.problem import Problem, Refusal, Target
 from attnops.core.select import Policy, select
 
-PLAIN = Problem("attention", Target(), torch.bfloat16, torch.bfloat16, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
+PLAIN = Problem(
+    "attention",
+    Target(),
+    torch.bfloat16,
+    torch.bfloat16,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    v_head_dim=8,
+)
 
 
 def classes():
     """Every subclass, wherever it is defined."""
-    for package in ("attnops", *(f"attnops.{room}" for room in ("cli", "hf", "bench", "tune", "graphs", "lowering"))):
-        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+    for package in (
+        "attnops",
+        *(f"attnops.{room}" for room in ("cli", "hf", "bench", "tune", "graphs", "lowering")),
+    ):
+        for module in pkgutil.iter_modules(
+            importlib.import_module(package).__path__, f"{package}."
+        ):
             if "__main__" not in module.name:
                 importlib.import_module(module.name)
     found = [AttnopsError]
     for kind in found:
         found += kind.__subclasses__()
-    return sorted({k for k in found if k.__module__.startswith("attnops")}, key=lambda k: k.__name__)
+    return sorted(
+        {k for k in found if k.__module__.startswith("attnops")}, key=lambda k: k.__name__
+    )
 
 
 PLAIN_VALUES = {
@@ -55,7 +81,11 @@ PLAIN_VALUES = {
 def arguments(kind):
     """The annotations of those that a class takes, by name."""
     found = inspect.signature(kind.__init__).parameters.values()
-    return {p.name: str(p.annotation) for p in found if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"}
+    return {
+        p.name: str(p.annotation)
+        for p in found
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"
+    }
 
 
 def make(kind, **instead):
@@ -72,7 +102,11 @@ def same(a, b):
 KINDS = classes()
 
 
-AGAIN = {"pickle": lambda e: pickle.loads(pickle.dumps(e)), "deepcopy": copy.deepcopy, "copy": copy.copy}
+AGAIN = {
+    "pickle": lambda e: pickle.loads(pickle.dumps(e)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
@@ -94,11 +128,19 @@ class Nameless:
 
 
 FROM_CALLERS = {"got", "request", "name", "page_size", "needed", "need", "budget"}
-LONG = {"400 digits": 10**400, "5000 digits": 10**5000, "text": "x" * 100_000, "list": [0] * 100_000, "no text": Nameless()}
+LONG = {
+    "400 digits": 10**400,
+    "5000 digits": 10**5000,
+    "text": "x" * 100_000,
+    "list": [0] * 100_000,
+    "no text": Nameless(),
+}
 
 
 @pytest.mark.parametrize("given", LONG)
-@pytest.mark.parametrize("kind", [k for k in KINDS if FROM_CALLERS & arguments(k).keys()], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind", [k for k in KINDS if FROM_CALLERS & arguments(k).keys()], ids=lambda k: k.__name__
+)
 def test_an_error_is_short_whatever_was_given(kind, given):
     error = make(kind, **dict.fromkeys(FROM_CALLERS, LONG[given]))
     assert len(str(error)) < 1000
@@ -116,7 +158,11 @@ class Stubborn:
         return "stubborn"
 
 
-@pytest.mark.parametrize("got", [Stubborn(), torch.zeros(2), (Stubborn(),), threading.Lock()], ids=lambda g: type(g).__name__)
+@pytest.mark.parametrize(
+    "got",
+    [Stubborn(), torch.zeros(2), (Stubborn(),), threading.Lock()],
+    ids=lambda g: type(g).__name__,
+)
 def test_what_cannot_be_pickled_arrives_as_text(got):
     error = InvalidInput("field", got, "another")
     there = pickle.loads(pickle.dumps(error))
@@ -129,7 +175,10 @@ def test_what_cannot_be_pickled_arrives_as_text(got):
 def test_a_decision_is_what_it_was(policy, again):
     decision = select(PLAIN, policy)
     there = again(decision)
-    assert (str(there), there.problem) == (str(decision), decision.problem) and there.kernel is decision.kernel
+    assert (str(there), there.problem) == (
+        str(decision),
+        decision.problem,
+    ) and there.kernel is decision.kernel
 
 
 def test_a_kernel_that_only_one_process_has_keeps_its_name():
@@ -141,7 +190,7 @@ def test_a_kernel_that_only_one_process_has_keeps_its_name():
     assert pickle.loads(pickle.dumps(known)) is known
 
 
-# Wrapped by a compiler ------------------------------------------------------------------------------------------------
+# Wrapped by a compiler ----------------------------------------------------------------------------
 
 
 @wraps(kernels_of("attention")["reference"].run)
@@ -161,7 +210,15 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def breaking():
-    kernel = register(replace(kernels_of("attention")["reference"], name="breaks", run=breaks, cost_us=lambda p: 1e9, judge=False))
+    kernel = register(
+        replace(
+            kernels_of("attention")["reference"],
+            name="breaks",
+            run=breaks,
+            cost_us=lambda p: 1e9,
+            judge=False,
+        )
+    )
     yield
     _drop([kernel])
 

@@ -83,7 +83,9 @@ MODULES = {
     "Attention": lambda: Around(Attention(4, head_dim=8)),
     "SelfAttention": lambda: SelfAttention(32, 4, 2, qk_norm=True, rope=RotaryEmbedding(8)),
     "LatentAttention": lambda: LatentAttention(32, 4, **LATENT),
-    "MultiheadAttention": lambda: Around(MultiheadAttention(32, 4, batch_first=True), need_weights=False),
+    "MultiheadAttention": lambda: Around(
+        MultiheadAttention(32, 4, batch_first=True), need_weights=False
+    ),
     "TransformerEncoder": encoder,
 }
 X, OTHER = torch.randn(2, 5, 32), torch.randn(3, 7, 32)

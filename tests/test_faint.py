@@ -1,4 +1,5 @@
-"""Faint rows on a CPU: kernels of torch, those of foreign packages over stand-ins, and Triton's in the interpreter."""
+"""Faint rows on a CPU: kernels of torch, those of foreign packages over stand-ins, and Triton's in
+the interpreter."""
 
 from contextlib import nullcontext
 
@@ -13,10 +14,14 @@ from tests.triton.process import interpreted
 
 STANDINS = ("aten_flash", "cudnn", "fa4", "flex", "mem_efficient")
 ON_CPU = ("reference", "sdpa", "aten_flash", "flex")
-ON_CUDA = [(op, "flex") for op in faint.BACKWARD] + [(op, "aten_flash") for op in faint.FORWARD[1:] + faint.BACKWARD[1:]]
+ON_CUDA = [(op, "flex") for op in faint.BACKWARD] + [
+    (op, "aten_flash") for op in faint.FORWARD[1:] + faint.BACKWARD[1:]
+]
 """Kernels that the CPU has a stand-in of alone."""
 RUNS = faint.runs()
-HERE = [(*run, False) for run in RUNS if run[1] in ON_CPU and run[:2] not in ON_CUDA] + [(*run, True) for run in RUNS if run[1] in STANDINS]
+HERE = [(*run, False) for run in RUNS if run[1] in ON_CPU and run[:2] not in ON_CUDA] + [
+    (*run, True) for run in RUNS if run[1] in STANDINS
+]
 OURS = [run for run in RUNS if run[1] == "triton"]
 
 
@@ -35,7 +40,12 @@ def test_triton(op, name, way, dtype):
         faint.checked(kernels_of(op)[name], way, dtype)
 
 
-MERGES = [k for op in ("merge_state", "merge_states") for k in kernels_of(op).values() if k.name in ("reference", "triton")]
+MERGES = [
+    k
+    for op in ("merge_state", "merge_states")
+    for k in kernels_of(op).values()
+    if k.name in ("reference", "triton")
+]
 
 
 @pytest.mark.parametrize(("op", "name"), [(k.op, k.name) for k in MERGES])

@@ -72,12 +72,18 @@ def test_what_is_no_file_is_reported_and_ignored(place, kind):
     says_in_a_line("want a results file of attnops bench", read, place)
 
 
-# explain --------------------------------------------------------------------------------------------------------------
+# explain ------------------------------------------------------------------------------------------
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 ODD = [
@@ -128,7 +134,13 @@ def test_a_name_that_is_no_model_is_one_line(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("org/model", True), ("org/config.json", False), ("attnops/model", False), ("attnops/hf", False)]
+    ("name", "hint"),
+    [
+        ("org/model", True),
+        ("org/config.json", False),
+        ("attnops/model", False),
+        ("attnops/hf", False),
+    ],
 )
 def test_the_hub_is_named_for_names_of_the_hub(name, hint, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -142,7 +154,7 @@ def test_a_config_larger_than_any_is_not_read(tmp_path):
     says_in_a_line("config.json: more than", models.config_of, str(tmp_path))
 
 
-# tune, and what cannot be written -------------------------------------------------------------------------------------
+# tune, and what cannot be written -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf"), -1.0, 0.0])
@@ -172,11 +184,15 @@ def ended(command, stdout):
 
 @pytest.mark.sweep(5)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("command", [["doctor", "--json"], ["doctor"], ["doctor", "--all"], ["--help"], []], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["doctor", "--json"], ["doctor"], ["doctor", "--all"], ["--help"], []], ids=" ".join
+)
 def test_a_full_disk_ends_a_command_cleanly(command):
     with open("/dev/full", "w") as full:
         lines = ended(command, full).splitlines()
-    assert [line for line in lines if "torchao" not in line] == ["attnops: [Errno 28] No space left on device"]
+    assert [line for line in lines if "torchao" not in line] == [
+        "attnops: [Errno 28] No space left on device"
+    ]
 
 
 def test_a_closed_pipe_ends_a_command_cleanly():

@@ -72,7 +72,7 @@ def test_explain_says_it(file, decode_step, target):
     assert found.as_dict()["calls"][0]["never_run"] == ["fa4"]
 
 
-# The choice -------------------------------------------------------------------------------------------------------------
+# The choice ---------------------------------------------------------------------------------------
 
 GPUS = tuple(Target.parse(name, packages_of_kernels()) for name in ("a100", "h100", "h200", "b200"))
 B200 = GPUS[-1]
@@ -88,7 +88,9 @@ def test_no_estimate_prefers_a_kernel_that_ran_nowhere():
         decision = select(problem, policy)
         if decision.kernel is None:
             continue
-        rivals = {n for n in decision.costs if not kernels_of(problem.op)[n].judge} or {*decision.costs}
+        rivals = {n for n in decision.costs if not kernels_of(problem.op)[n].judge} or {
+            *decision.costs
+        }
         proven = {n for n in rivals if never_run(problem.op, n, problem.target) != NOWHERE}
         assert decision.kernel.name in (proven or rivals), decision
         least = min(rivals, key=lambda n: decision.costs[n].us)
@@ -101,7 +103,10 @@ def test_explain_says_which_kernel_ran_instead():
     cheaper = min(decision.costs, key=lambda n: decision.costs[n].us)
     assert decision.kernel.name == "triton" and cheaper == "cutlass_mla"
     line = next(x for x in str(decision).splitlines() if x.startswith(f"  not {cheaper}:"))
-    assert line.endswith("us, but triton ran on sm90; never run on hardware") and "can run, estimated" in line
+    assert (
+        line.endswith("us, but triton ran on sm90; never run on hardware")
+        and "can run, estimated" in line
+    )
 
 
 def test_compiled_code_is_not_found_again_where_other_kernels_have_run(file):
@@ -128,7 +133,10 @@ def test_a_kernel_of_another_package_has_no_record_and_ranks_by_its_cost(file):
     triton, us = kernels_of("paged_attention")["triton"], [1.0]
     facts = {"takes": triton.takes, "dtypes": triton.dtypes, "cost_us": lambda p: us[0]}
     other = register(Kernel("of_another_package", "paged_attention", lambda call: None, **facts))
-    problem, policy = problems("paged_attention", B200)[0], f"allow={other.name},paged_attention:triton"
+    problem, policy = (
+        problems("paged_attention", B200)[0],
+        f"allow={other.name},paged_attention:triton",
+    )
     try:
         assert select(problem, policy).kernel is other
         us[0] = 1e9

@@ -1,4 +1,5 @@
-"""`import attnops` needs torch alone, touches no device, is light, and reads its two switches in one place."""
+"""`import attnops` needs torch alone, touches no device, is light, and reads its two switches in
+one place."""
 
 import ast
 import json
@@ -8,7 +9,16 @@ import pytest
 
 from tests.helpers import ROOT, fresh_process, ready_process, runtime_nodes, sources, torch_process
 
-OPTIONAL = ["triton", "transformers", "flashinfer", "sgl_kernel", "flash_attn", "typer", "rich", "numpy"]
+OPTIONAL = [
+    "triton",
+    "transformers",
+    "flashinfer",
+    "sgl_kernel",
+    "flash_attn",
+    "typer",
+    "rich",
+    "numpy",
+]
 LATER = ["bench", "cli", "graphs", "hf", "nn", "testing", "tune"]
 """Rooms that are loaded when something of them is asked for."""
 SWITCHES = 2
@@ -33,7 +43,8 @@ except ModuleNotFoundError as e:
 
 
 def test_import_is_light():
-    """What it costs beyond torch: modules of attnops alone, of these no room that a user may not need, and no device. It prints nothing."""
+    """What it costs beyond torch: modules of attnops alone, of these no room that a user may not
+    need, and no device. It prints nothing."""
     # Ops refuse nested tensors by their class, which torch imports itself up to 2.14.
     code = """
 import json, sys, torch, torch.nested._internal.nested_tensor
@@ -44,7 +55,9 @@ import attnops.kernels.triton.attention
 print(json.dumps(["triton" in sys.modules, torch.cuda.is_initialized()]))
 """
     loaded, later = map(json.loads, torch_process(code).splitlines())
-    assert not [name for name in loaded if name.partition(".")[0] != "attnops"], "whatever is installed"
+    assert not [name for name in loaded if name.partition(".")[0] != "attnops"], (
+        "whatever is installed"
+    )
     assert not [name for name in loaded if name.split(".")[1:2] and name.split(".")[1] in LATER]
     assert "attnops.core.needs" in loaded and later == [False, False]
 
@@ -63,7 +76,7 @@ try:
     attnops.nonsense
 except AttributeError as e:
     print(e)
-"""
+"""  # noqa: E501
     assert "has no attribute 'nonsense'" in ready_process(code)
 
 
@@ -85,12 +98,20 @@ def reads_environment(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "environb" | "getenv"):
                 yield node.lineno
-            case ast.ImportFrom(module="os", names=names) if {name.name for name in names} & {"environ", "environb", "getenv"}:
+            case ast.ImportFrom(module="os", names=names) if {name.name for name in names} & {
+                "environ",
+                "environb",
+                "getenv",
+            }:
                 yield node.lineno
 
 
 def test_one_file_reads_the_environment():
-    found = {module: lines for module, path in sources().items() if (lines := list(reads_environment(ast.parse(path.read_text()))))}
+    found = {
+        module: lines
+        for module, path in sources().items()
+        if (lines := list(reads_environment(ast.parse(path.read_text()))))
+    }
     found.pop("attnops.measured.store", None)
     assert not found
 
@@ -100,6 +121,14 @@ def test_there_are_at_most_two_switches():
     assert len({*re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+)"', text)}) <= SWITCHES
 
 
-@pytest.mark.parametrize("code", ["os.environ['X']", "os.getenv('X')", "from os import environ", "def f():\n    from os import getenv"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.environ['X']",
+        "os.getenv('X')",
+        "from os import environ",
+        "def f():\n    from os import getenv",
+    ],
+)
 def test_the_check_sees(code):
     assert list(reads_environment(ast.parse(code)))

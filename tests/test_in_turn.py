@@ -24,7 +24,9 @@ def test_a_slow_host_slows_both_alike():
     times = {"before": before, "now": [1.25 * us for us in before]}
     times["before"][0] *= 5  # a round that one side lost
     first, second = in_turn.rows_of("a case", times, dict.fromkeys(times, FACTS))
-    assert second["of_before"] == 1.25 and second["of_before_low"] < 1.25 == second["of_before_high"]
+    assert (
+        second["of_before"] == 1.25 and second["of_before_low"] < 1.25 == second["of_before_high"]
+    )
     assert (first["way"], second["way"], first["rounds"]) == ("before", "now", 6)
     assert first["median_us"] == 450 and second["error"] == 0.1 and "of_before" not in first
 
@@ -34,7 +36,10 @@ def test_a_process_answers_with_its_facts_and_then_with_times(monkeypatch, capsy
     monkeypatch.setattr(sys, "stdin", io.StringIO("steps\ngenerate()\n"))
     in_turn.serve(argparse.Namespace(**TOY, calls=False))
     facts, *times = map(json.loads, capsys.readouterr().out.splitlines())
-    assert facts["code"].startswith(str(ROOT / "attnops")) and 0 <= facts["error"] <= facts["budget"] < 1e-3
+    assert (
+        facts["code"].startswith(str(ROOT / "attnops"))
+        and 0 <= facts["error"] <= facts["budget"] < 1e-3
+    )
     assert (facts["layers"], facts["new_tokens"], len(times)) == (1, 2, 2) and min(times) > 0
 
 
@@ -78,7 +83,10 @@ def test_other_code_and_wrong_logits_are_refused(facts, why):
 
 @pytest.mark.parametrize(
     ("given", "why"),
-    [([f"{ROOT}/docs"], "want a checkout of attnops"), ([str(ROOT), "--rounds", "2"], "--rounds: got 2, want at least 3")],
+    [
+        ([f"{ROOT}/docs"], "want a checkout of attnops"),
+        ([str(ROOT), "--rounds", "2"], "--rounds: got 2, want at least 3"),
+    ],
 )
 def test_what_is_no_checkout_or_too_little(given, why, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *given])
@@ -95,7 +103,15 @@ def test_the_whole_way(tmp_path):
     for name in ("attnops", "lowering", "graphs"):
         (tmp_path / "other" / name).symlink_to(ROOT / name)
     sizes = [f"--{name}={value}" for name, value in TOY.items()]
-    command = [sys.executable, str(SCRIPT), "other", *sizes, "--rounds=3", "--commit=c0ffee", "--out=found.json"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "other",
+        *sizes,
+        "--rounds=3",
+        "--commit=c0ffee",
+        "--out=found.json",
+    ]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=240)
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["commit"], found["suite"]) == ("c0ffee", "generate") and found["code"]

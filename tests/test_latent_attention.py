@@ -1,4 +1,5 @@
-"""LatentAttention: its forms agree, dense, packed and paged, absorbed and expanded; bad calls name what is wrong."""
+"""LatentAttention: its forms agree, dense, packed and paged, absorbed and expanded; bad calls name
+what is wrong."""
 
 import dataclasses
 import itertools
@@ -9,7 +10,15 @@ from torch import nn
 
 from attnops.cache import LatentCache
 from attnops.core.errors import AttnopsError, UnknownKernel
-from attnops.nn import LatentAttention, LatentDims, NewTokens, RotaryEmbedding, attend_absorbed, attend_expanded, attend_latents
+from attnops.nn import (
+    LatentAttention,
+    LatentDims,
+    NewTokens,
+    RotaryEmbedding,
+    attend_absorbed,
+    attend_expanded,
+    attend_latents,
+)
 from attnops.nn.absorb import absorbed_weights
 from attnops.nn.latent import gathered
 from tests.formula import plain
@@ -23,9 +32,23 @@ DIMS = LatentDims(NOPE, ROPE, DC, V)
 def layer(dtype=F64, interleaved=True, **more):
     torch.manual_seed(5)
     rope = RotaryEmbedding(
-        ROPE, 500.0, scaling="yarn", factor=4.0, original_max_position=64, mscale=1.0, mscale_all_dim=0.7, interleaved=interleaved
+        ROPE,
+        500.0,
+        scaling="yarn",
+        factor=4.0,
+        original_max_position=64,
+        mscale=1.0,
+        mscale_all_dim=0.7,
+        interleaved=interleaved,
     )
-    given = {"q_lora_rank": 20, "kv_lora_rank": DC, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V, "rope": rope}
+    given = {
+        "q_lora_rank": 20,
+        "kv_lora_rank": DC,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": V,
+        "rope": rope,
+    }
     module = LatentAttention(E, H, **given | {"bias": True, "dtype": dtype} | more)
     with torch.no_grad():
         for p in module.parameters():
@@ -34,12 +57,19 @@ def layer(dtype=F64, interleaved=True, **more):
 
 
 def cache_for(dtype=F64, page_size=4, layers=1):
-    sizes = {"latent_dim": DC, "rope_dim": ROPE, "max_requests": 6, "max_tokens_per_request": 64, "page_size": page_size}
+    sizes = {
+        "latent_dim": DC,
+        "rope_dim": ROPE,
+        "max_requests": 6,
+        "max_tokens_per_request": 64,
+        "page_size": page_size,
+    }
     return poisoned(LatentCache(layers, 160, **sizes, dtype=dtype, device="cpu"))
 
 
 def dense(module, sequences):
-    """The layer's outputs over whole sequences, without a cache: what tests/hf holds against DeepSeek's own."""
+    """The layer's outputs over whole sequences, without a cache: what tests/hf holds against
+    DeepSeek's own."""
     with torch.no_grad():
         return [module(x[None])[0] for x in sequences]
 
@@ -53,7 +83,7 @@ def feed(module, cache, ids, counts, sequences, **how):
         return module(x, batch=batch, **pages_of(cache)).split(list(counts))
 
 
-# The forms ----------------------------------------------------------------------------------------------------------------
+# The forms ----------------------------------------------------------------------------------------
 
 
 def test_left_padding():
@@ -67,7 +97,8 @@ def test_left_padding():
         close(module(x, mask=mask[:, None, None], positions=at)[:, 3:], got[:, 3:])
 
 
-# What the three requests have before, and the steps that bring it there: prefill, mixed, then q_len new tokens of each.
+# What the three requests have before, and the steps that bring it there: prefill, mixed, then q_len
+# new tokens of each.
 BEFORE = (9, 0, 5)
 
 
@@ -81,8 +112,18 @@ def test_extends_of_0_to_8_tokens(page_size, prefix_tokens, absorb):
     want = dense(module, sequences)
     cache = cache_for(page_size=page_size)
     ids = [cache.alloc() for _ in BEFORE]
-    close(feed(module, cache, [ids[0]], [4], sequences[:1], prefix_tokens=prefix_tokens)[0], want[0][:4])
-    got = feed(module, cache, [ids[2], ids[0]], [5, 5], [sequences[2], sequences[0]], prefix_tokens=prefix_tokens)
+    close(
+        feed(module, cache, [ids[0]], [4], sequences[:1], prefix_tokens=prefix_tokens)[0],
+        want[0][:4],
+    )
+    got = feed(
+        module,
+        cache,
+        [ids[2], ids[0]],
+        [5, 5],
+        [sequences[2], sequences[0]],
+        prefix_tokens=prefix_tokens,
+    )
     close(got[0], want[2][:5])
     close(got[1], want[0][4:9])
     for q_len in range(9):
@@ -140,7 +181,8 @@ STEPS = {torch.int8: 0.05, torch.float8_e4m3fn: 0.02}
 
 @pytest.mark.parametrize("dtype", STEPS)
 def test_quantised_pages(dtype):
-    """Latents that the stored dtype can hold are the same in both forms; those it rounds are off by no more than the rounding."""
+    """Latents that the stored dtype can hold are the same in both forms; those it rounds are off by
+    no more than the rounding."""
     scale = torch.tensor([STEPS[dtype]])
     module, cache = layer(F32), cache_for(dtype)
     ids = [cache.alloc() for _ in BEFORE]
@@ -149,9 +191,20 @@ def test_quantised_pages(dtype):
 
     def run(tokens, batch, absorb, latents):
         return attend_latents(
-            DIMS, NewTokens(q[:tokens, :, :NOPE], q[:tokens, :, NOPE:], latents[:tokens, :DC], latents[:tokens, DC:]), module.kv_b_proj,
-            cache.latent_pages[0], batch, scale=0.2, kv_scale=scale, absorb_up_to=absorb,
-        )  # fmt: skip
+            DIMS,
+            NewTokens(
+                q[:tokens, :, :NOPE],
+                q[:tokens, :, NOPE:],
+                latents[:tokens, :DC],
+                latents[:tokens, DC:],
+            ),
+            module.kv_b_proj,
+            cache.latent_pages[0],
+            batch,
+            scale=0.2,
+            kv_scale=scale,
+            absorb_up_to=absorb,
+        )
 
     with torch.no_grad():
         run(14, cache.batch(ids, BEFORE), 99, exact)
@@ -198,7 +251,11 @@ def test_a_cascade_is_the_plain_batch():
             close(module(x, batch=batch, **pages_of(cache)), got, 1e-6)
             plain = module(x, batch=dataclasses.replace(batch, shared=None), **pages_of(cache))
         close(got, plain, 1e-5)
-        close(got, torch.cat([w[i : i + n] for w, i, n in zip(want, starts, counts, strict=True)]), 1e-5)
+        close(
+            got,
+            torch.cat([w[i : i + n] for w, i, n in zip(want, starts, counts, strict=True)]),
+            1e-5,
+        )
 
 
 @pytest.mark.parametrize("more", [{"softcap": 2.0}, {"window_left": 3}], ids=str)
@@ -211,36 +268,58 @@ def test_a_cascade_has_the_rules_of_the_plain_batch(more):
     cache.latent_pages[0][batch.page_table[:, 2].long()] = 0.3
     with torch.no_grad():
         weights = absorbed_weights(module.kv_b_proj, NOPE, V, torch.zeros(1, DC))
-        given = DIMS, torch.randn(2, H, NOPE), torch.randn(2, H, ROPE), weights, cache.latent_pages[0]
-        both = (attend_absorbed(*given, step, scale=0.2, **more) for step in (batch, dataclasses.replace(batch, shared=None)))
+        given = (
+            DIMS,
+            torch.randn(2, H, NOPE),
+            torch.randn(2, H, ROPE),
+            weights,
+            cache.latent_pages[0],
+        )
+        both = (
+            attend_absorbed(*given, step, scale=0.2, **more)
+            for step in (batch, dataclasses.replace(batch, shared=None))
+        )
         close(*both, 1e-5)
 
 
-# Gradients ----------------------------------------------------------------------------------------------------------------
+# Gradients ----------------------------------------------------------------------------------------
 
 
 def formula(module, x):
-    """`[S, E]` -> `[S, E]`, section 2.1 of DeepSeek-V2 written down once more, in torch operators that autograd knows."""
+    """`[S, E]` -> `[S, E]`, section 2.1 of DeepSeek-V2 written down once more, in torch operators
+    that autograd knows."""
     steps = ("q_a_proj", "q_a_layernorm", "q_b_proj") if module.q_lora_rank else ("q_proj",)
     q = x
     for name in steps:
         q = getattr(module, name)(q)
     q_nope, q_pe = q.unflatten(-1, (H, NOPE + ROPE)).split([NOPE, ROPE], -1)
     latent, k_pe = module.kv_a_proj_with_mqa(x).split([DC, ROPE], -1)
-    k_nope, v = module.kv_b_proj(module.kv_a_layernorm(latent)).unflatten(-1, (H, NOPE + V)).split([NOPE, V], -1)
+    k_nope, v = (
+        module.kv_b_proj(module.kv_a_layernorm(latent))
+        .unflatten(-1, (H, NOPE + V))
+        .split([NOPE, V], -1)
+    )
     if module.rope is not None:
         q_pe, k_pe = module.rope(q_pe, k_pe[:, None], torch.arange(len(x)))
         k_pe = k_pe[:, 0]
     k = torch.cat([k_nope, k_pe[:, None].expand(-1, H, -1)], -1)
-    attended, _ = plain(torch.cat([q_nope, q_pe], -1), k, v, None, None, {"scale": module.scale, "causal": True})
+    attended, _ = plain(
+        torch.cat([q_nope, q_pe], -1), k, v, None, None, {"scale": module.scale, "causal": True}
+    )
     return module.o_proj(attended.flatten(1))
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    ("more", "compiled"), [({}, False), ({"q_lora_rank": None, "bias": False}, False), ({"rope": None}, False), ({}, True)],
+    ("more", "compiled"),
+    [
+        ({}, False),
+        ({"q_lora_rank": None, "bias": False}, False),
+        ({"rope": None}, False),
+        ({}, True),
+    ],
     ids=["low rank", "full rank", "no rope", "compiled"],
-)  # fmt: skip
+)
 def test_gradients_are_those_of_the_formula(more, compiled):
     """Of the input and of every parameter."""
     module, lengths = layer(**more), [2, 5]
@@ -258,7 +337,7 @@ def test_gradients_are_those_of_the_formula(more, compiled):
             close(got, right, 1e-6)
 
 
-# Errors -------------------------------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 
 def called(*shape, **more):
@@ -272,17 +351,34 @@ def paged(which=None, of_batch=None, **change):
         module, cache = layer(F32), cache_for(F32)
         batch = dataclasses.replace(cache.batch([cache.alloc()], 3), **of_batch or {})
         over = {"batch": batch, **pages_of(cache)}
-        new = NewTokens(torch.randn(3, H, NOPE), torch.randn(3, H, ROPE), torch.randn(3, DC), torch.randn(3, ROPE))
-        new = new._replace(**{name: change.pop(name) for name in NewTokens._fields if name in change})
+        new = NewTokens(
+            torch.randn(3, H, NOPE),
+            torch.randn(3, H, ROPE),
+            torch.randn(3, DC),
+            torch.randn(3, ROPE),
+        )
+        new = new._replace(
+            **{name: change.pop(name) for name in NewTokens._fields if name in change}
+        )
         with torch.no_grad():
             if which is None:
                 module(torch.randn(3, E), **over | change)
             elif which is attend_absorbed:
                 weights = absorbed_weights(module.kv_b_proj, NOPE, V, new.latent)
-                given = {"dims": DIMS, "q_nope": new.q_nope, "q_pe": new.q_pe, "weights": weights, "scale": 0.2}
+                given = {
+                    "dims": DIMS,
+                    "q_nope": new.q_nope,
+                    "q_pe": new.q_pe,
+                    "weights": weights,
+                    "scale": 0.2,
+                }
                 which(**given | over | change)
             else:
-                which(**{"dims": DIMS, "new": new, "kv_b": module.kv_b_proj, "scale": 0.2} | over | change)
+                which(
+                    **{"dims": DIMS, "new": new, "kv_b": module.kv_b_proj, "scale": 0.2}
+                    | over
+                    | change
+                )
 
     return call
 
@@ -297,24 +393,46 @@ BAD = {
     "latent_pages: got shape (1,), want None without batch": called(latent_pages=torch.zeros(1)),
     "kv_scale: got shape (1,), want None without batch": called(kv_scale=torch.ones(1)),
     "float8_scales: got (1.0, 1.0), want None without batch": called(float8_scales=(1.0, 1.0)),
-    "kv_start: got shape (1,), want None (dense": called(3, E, cu_seqlens=cu([3]), max_seqlen=3, kv_start=torch.zeros(1)),
+    "kv_start: got shape (1,), want None (dense": called(
+        3, E, cu_seqlens=cu([3]), max_seqlen=3, kv_start=torch.zeros(1)
+    ),
     "latent_pages: got None, want this layer's pages": paged(latent_pages=None),
-    "latent_pages: got shape (3, 4, 5, 6), want [P, page, Dc + Dr]": paged(latent_pages=torch.zeros(3, 4, 5, 6)),
+    "latent_pages: got shape (3, 4, 5, 6), want [P, page, Dc + Dr]": paged(
+        latent_pages=torch.zeros(3, 4, 5, 6)
+    ),
     "mask: got shape (3, 3), want None with batch": paged(mask=torch.ones(3, 3)),
     "q_nope.shape[2]: got 17, want 16": paged(attend_latents, q_nope=torch.randn(3, H, NOPE + 1)),
     "q_pe: got shape (4, 8), want [T, H, Dr]": paged(attend_latents, q_pe=torch.randn(H, ROPE)),
     "latent_pages.shape[2]: got 40, want 41": paged(attend_latents, latent=torch.randn(3, DC + 1)),
     "absorb_up_to: got -1, want an int >= 0": paged(attend_latents, absorb_up_to=-1),
-    "kv_b(latent).shape[-1]: got 56, want 4 * (16 + 12)": paged(attend_latents, **projection(2 * (NOPE + V)), absorb_up_to=0),
-    "w_uk.shape[0]: got 2, want 4": paged(attend_latents, **projection(2 * (NOPE + V)), absorb_up_to=9),
-    "kv_b.weight.shape[0]: got 50, want a multiple": paged(attend_latents, **projection(50), absorb_up_to=9),
-    "kv_b.bias: got a bias, want None": paged(attend_latents, **projection(H * (NOPE + V), bias=True), absorb_up_to=9),
-    "w_uk.shape[2]: got 33, want 32": paged(attend_absorbed, weights=(torch.randn(H, NOPE, DC + 1),)),
-    "w_uk: got shape (4, 32), want [H, nope, Dc]": paged(attend_absorbed, weights=(torch.randn(H, DC),)),
+    "kv_b(latent).shape[-1]: got 56, want 4 * (16 + 12)": paged(
+        attend_latents, **projection(2 * (NOPE + V)), absorb_up_to=0
+    ),
+    "w_uk.shape[0]: got 2, want 4": paged(
+        attend_latents, **projection(2 * (NOPE + V)), absorb_up_to=9
+    ),
+    "kv_b.weight.shape[0]: got 50, want a multiple": paged(
+        attend_latents, **projection(50), absorb_up_to=9
+    ),
+    "kv_b.bias: got a bias, want None": paged(
+        attend_latents, **projection(H * (NOPE + V), bias=True), absorb_up_to=9
+    ),
+    "w_uk.shape[2]: got 33, want 32": paged(
+        attend_absorbed, weights=(torch.randn(H, NOPE, DC + 1),)
+    ),
+    "w_uk: got shape (4, 32), want [H, nope, Dc]": paged(
+        attend_absorbed, weights=(torch.randn(H, DC),)
+    ),
     "kv_scale: got None, want a scale": paged(attend_expanded, latent_pages=INT8),
-    "latent_pages.dtype: got float16, want float32 | float8": paged(attend_expanded, latent_pages=torch.zeros(9, 4, 40).half()),
-    "latent_pages.shape[2]: got 41, want 32 + 8": paged(attend_expanded, latent_pages=torch.zeros(9, 4, 41)),
-    "kv_scale: got torch.float32 (2,), want float32 [1]": paged(attend_expanded, kv_scale=torch.ones(2)),
+    "latent_pages.dtype: got float16, want float32 | float8": paged(
+        attend_expanded, latent_pages=torch.zeros(9, 4, 40).half()
+    ),
+    "latent_pages.shape[2]: got 41, want 32 + 8": paged(
+        attend_expanded, latent_pages=torch.zeros(9, 4, 41)
+    ),
+    "kv_scale: got torch.float32 (2,), want float32 [1]": paged(
+        attend_expanded, kv_scale=torch.ones(2)
+    ),
     "batch.prefix: got None, want chunks": paged(attend_expanded, of_batch={"prefix": None}),
 }
 
@@ -325,12 +443,17 @@ def test_bad_calls(text):
 
 
 def test_a_kernel_is_asked_of_the_ops_that_have_it():
-    for given in ({"hidden": torch.randn(1, 3, E)}, {"hidden": torch.randn(3, E), "cu_seqlens": cu([3]), "max_seqlen": 3}):
+    for given in (
+        {"hidden": torch.randn(1, 3, E)},
+        {"hidden": torch.randn(3, E), "cu_seqlens": cu([3]), "max_seqlen": 3},
+    ):
         layer(F32, kernel="flashmla")(**given)  # of mla_attention alone
         with pytest.raises(UnknownKernel, match="nobody"):
             layer(F32, kernel="nobody")(**given)
     cache = cache_for(F32)
     with pytest.raises(AttnopsError, match="flashmla"), torch.no_grad():
         layer(F32, kernel="flashmla")(
-            torch.randn(3, E), batch=dataclasses.replace(cache.batch([cache.alloc()], 3), prefix=None), **pages_of(cache)
+            torch.randn(3, E),
+            batch=dataclasses.replace(cache.batch([cache.alloc()], 3), prefix=None),
+            **pages_of(cache),
         )

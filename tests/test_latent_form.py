@@ -1,4 +1,5 @@
-"""Which form latents take: the costs cross where they should, the decision is pure, and explain shows it for any machine."""
+"""Which form latents take: the costs cross where they should, the decision is pure, and explain
+shows it for any machine."""
 
 import json
 from dataclasses import replace
@@ -39,13 +40,16 @@ def call(target="sm90", heads=128, before=True, **more):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("target", ["sm90", "sm100"])
 def test_where_the_costs_cross(target, heads):
-    """A long prefix is absorbed for many new tokens and unfolded for a prompt; where nothing came before, few tokens are enough."""
+    """A long prefix is absorbed for many new tokens and unfolded for a prompt; where nothing came
+    before, few tokens are enough."""
     long, empty = (latent_form(call(target, heads, before)) for before in (True, False))
     assert 32 <= long.absorb_up_to <= 1024
     assert empty.absorb_up_to < 128
     for decision in (long, empty):
         up_to = decision.absorb_up_to
-        below, above = (latent_form(decision.layer, n) for n in (max(up_to, 1), up_to + max(up_to // 4, 1)))
+        below, above = (
+            latent_form(decision.layer, n) for n in (max(up_to, 1), up_to + max(up_to // 4, 1))
+        )
         assert up_to == 0 or (below.form == ABSORBED and below.absorbed_us <= below.expanded_us)
         assert above.form == EXPANDED and above.expanded_us < above.absorbed_us
     assert latent_form(call(target, heads), 1).form == ABSORBED
@@ -54,7 +58,8 @@ def test_where_the_costs_cross(target, heads):
 
 @pytest.mark.parametrize("target", ["sm80", "sm100"])
 def test_every_cached_token_is_attended_to(target):
-    """No time was measured there, and an estimate that took a causal call for a square one would spare half of the prefix."""
+    """No time was measured there, and an estimate that took a causal call for a square one would
+    spare half of the prefix."""
     decision = latent_form(call(target), 32)
     assert decision.absorbed.costs[decision.absorbed.kernel.name].how == ESTIMATED
     rate = 0.6e6 * rates_of(decision.layer.target).matmul  # no kernel there is said to reach more
@@ -62,40 +67,56 @@ def test_every_cached_token_is_attended_to(target):
 
 
 def test_the_form_is_the_faster_one_where_both_were_timed():
-    """Within 15 %: the cost of a prefix is worked out for one length, so that a graph need not depend on it."""
+    """Within 15 %: the cost of a prefix is worked out for one length, so that a graph need not
+    depend on it."""
     timed = json.loads((ROOT / "benchmarks" / "results" / "h200" / "mla.json").read_text())["forms"]
     h200 = Target("cuda", 90, packages_of_kernels(), "NVIDIA H200")
     for name, by_tokens in timed.items():
         heads, _, prefix = name.partition(" heads, ")
-        layer = LatentForms.of(DEEPSEEK, int(heads), (BF16, BF16), 64, h200, before=not prefix.startswith("4x0 "))
+        layer = LatentForms.of(
+            DEEPSEEK, int(heads), (BF16, BF16), 64, h200, before=not prefix.startswith("4x0 ")
+        )
         for tokens, found in by_tokens.items():
             us, form = found["us"], latent_form(layer, int(tokens)).form
-            assert us[form] < 1.15 * min(us.values()), f"{name}, {tokens} new tokens: {form} of {us}"
+            assert us[form] < 1.15 * min(us.values()), (
+                f"{name}, {tokens} new tokens: {form} of {us}"
+            )
 
 
 def test_costs_grow_with_the_work():
     few, many = (latent_form(call(), n) for n in (64, 512))
     assert few.absorbed_us < many.absorbed_us and few.expanded_us < many.expanded_us
     assert latent_form(call(heads=16), 64).expanded_us < few.expanded_us
-    # Nothing is cheaper than its bytes and products at the best rates: W alone is 128 * 512 * 256 numbers.
+    # Nothing is cheaper than its bytes and products at the best rates: W alone is 128 * 512 * 256
+    # numbers.
     assert latent_form(call(before=False), 1).absorbed_us > 128 * 512 * 256 * 2 / 4.8e6
 
 
 def test_only_the_absorbed_form_is_possible_where_nothing_is_said():
     decision = latent_form(call(before=None), 3000)
-    assert (decision.form, decision.absorb_up_to, set(decision.costs)) == (ABSORBED, MOST, {ABSORBED})
+    assert (decision.form, decision.absorb_up_to, set(decision.costs)) == (
+        ABSORBED,
+        MOST,
+        {ABSORBED},
+    )
 
 
 def test_what_is_asked_for_wins():
     asked = call(absorb_up_to=10)
     assert [latent_form(asked, n).form for n in (1, 10, 11)] == [ABSORBED, ABSORBED, EXPANDED]
-    forced = replace(call(), policies=("kernel=mla_attention:triton", "kernel=varlen_attention:fa3"))
-    assert latent_form(forced).absorbed.kernel.name == "triton" and latent_form(forced).expanded.kernel.name == "fa3"
+    forced = replace(
+        call(), policies=("kernel=mla_attention:triton", "kernel=varlen_attention:fa3")
+    )
+    assert (
+        latent_form(forced).absorbed.kernel.name == "triton"
+        and latent_form(forced).expanded.kernel.name == "fa3"
+    )
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_deterministic_policy_leaves_no_choice_to_the_batch(before):
-    """A request's form would follow from the longest of its batch, and its chunks from all of them."""
+    """A request's form would follow from the longest of its batch, and its chunks from all of
+    them."""
     with attnops.use(deterministic=True):
         policies = key_for("mla_attention", None), key_for("varlen_attention", None)
     for queries in (1, 10**4, 10**6):
@@ -126,18 +147,23 @@ def test_an_eager_call_takes_the_form_of_the_target_in_force():
     assert here == latent_form(call()).absorb_up_to != crossover(*given)
 
 
-# explain ------------------------------------------------------------------------------------------------------------------
+# explain ------------------------------------------------------------------------------------------
 
 
 def explained(before, new, target, absorb="auto", of=1, **how):
-    """`of` requests with tokens before, forks of each other, that bring new ones in a step over one layer."""
-    cache = LatentCache(1, 512, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu")
+    """`of` requests with tokens before, forks of each other, that bring new ones in a step over one
+    layer."""
+    cache = LatentCache(
+        1, 512, max_requests=2, max_tokens_per_request=128, page_size=64, dtype=BF16, device="cpu"
+    )
     ids = [cache.alloc(before)]
     ids += [cache.fork(ids[0]) for _ in range(of - 1)]
     rope = RotaryEmbedding(64, interleaved=True)
     layer = LatentAttention(256, 16, q_lora_rank=64, rope=rope, absorb=absorb, dtype=BF16).eval()
     given = {"batch": cache.batch(ids, new, **how), "latent_pages": cache.latent_pages[0]}
-    return attnops.explain(layer, torch.zeros(of * new, 256, dtype=BF16), **given, target=target, quiet=True)
+    return attnops.explain(
+        layer, torch.zeros(of * new, 256, dtype=BF16), **given, target=target, quiet=True
+    )
 
 
 @pytest.mark.parametrize("target", ["sm90", "sm100", "cpu"])
@@ -148,13 +174,20 @@ def test_explain_shows_the_form(target):
     assert {c.split(".")[0] for c in long.chosen()} == {"write_latent", "mla_attention"}
     assert f"absorb_up_to={form.decision.absorb_up_to} (by cost)" in str(long)
     [entry] = json.loads(json.dumps(long.as_dict()))["forms"]
-    assert entry["form"] == ABSORBED and set(entry["us"]) == {ABSORBED, EXPANDED} and entry["new_tokens"] == 4
+    assert (
+        entry["form"] == ABSORBED
+        and set(entry["us"]) == {ABSORBED, EXPANDED}
+        and entry["new_tokens"] == 4
+    )
     [decode] = explained(9, 1, target).forms
     assert decode.decision.layer.before is None and set(decode.decision.costs) == {ABSORBED}
 
 
 def test_explain_of_a_prompt_and_of_a_limit():
-    prompt, limited = explained(0, 120, "sm90"), explained(9, 4, "sm100", absorb=3, prefix_tokens=64)
+    prompt, limited = (
+        explained(0, 120, "sm90"),
+        explained(9, 4, "sm100", absorb=3, prefix_tokens=64),
+    )
     assert prompt.forms[0].decision.form == limited.forms[0].decision.form == EXPANDED
     assert {c.split(".")[0] for c in prompt.chosen()} == {"write_latent", "varlen_attention"}
     assert "(asked for)" in str(limited) and "merge_state" in str(limited)

@@ -1,4 +1,5 @@
-"""Layers over keys and over latents: what both owe, and their compiled code: how many graphs there are, and that it gives the same."""
+"""Layers over keys and over latents: what both owe, and their compiled code: how many graphs there
+are, and that it gives the same."""
 
 import re
 
@@ -40,7 +41,9 @@ class Model(nn.Module):
         """One of these layers."""
         if hasattr(self.layers[0], "kv_b_proj"):
             return latents.cache_for(F32, layers=len(self.layers))
-        return keys.cache_for(self.layers[0].attention, num_layers=len(self.layers), dtype=F32, length=64)
+        return keys.cache_for(
+            self.layers[0].attention, num_layers=len(self.layers), dtype=F32, length=64
+        )
 
 
 def counted(model, backend="aot_eager"):
@@ -57,7 +60,8 @@ def given(cache, counts, **how):
 
 
 def both(runs, caches, counts, **how):
-    """One step by each of runs on its own cache; they agree, and so do the pages. Returns its batch."""
+    """One step by each of runs on its own cache; they agree, and so do the pages. Returns its
+    batch."""
     x = torch.randn(sum(counts), E)
     steps = [given(cache, counts, **how) for cache in caches]
     close(*(run(x, **step) for run, step in zip(runs, steps, strict=True)), 1e-4)
@@ -78,7 +82,9 @@ def test_tokens_of_nobody(kind):
         for start, stop in ((0, 6), (6, 9)):
             how = {} if kind == "keys" else {"prefix_tokens": 4}
             batch = padded(cache.batch([a], stop - start, **how), 2)
-            got = layer(F.pad(x[start:stop], (0, 0, 0, 2), value=NAN), batch=batch, **pages_of(cache))
+            got = layer(
+                F.pad(x[start:stop], (0, 0, 0, 2), value=NAN), batch=batch, **pages_of(cache)
+            )
             close(got, F.pad(want[start:stop], (0, 0, 0, 2)), 1e-5)
         got = layer(F.pad(x, (0, 0, 0, 2), value=NAN), cu_seqlens=cu([9]), max_seqlen=11)
         close(got, F.pad(want, (0, 0, 0, 2)), 1e-5)
@@ -94,9 +100,16 @@ def test_a_paged_call_has_no_gradient(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast(kind):
     layer, x = BUILT[kind](), torch.randn(1, 6, E)
-    cache = latents.cache_for(torch.bfloat16) if kind == "latents" else keys.cache_for(layer.attention, dtype=torch.bfloat16)
+    cache = (
+        latents.cache_for(torch.bfloat16)
+        if kind == "latents"
+        else keys.cache_for(layer.attention, dtype=torch.bfloat16)
+    )
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        dense, paged = layer(x), layer(x[0], batch=cache.batch([cache.alloc()], 6), **pages_of(cache))
+        dense, paged = (
+            layer(x),
+            layer(x[0], batch=cache.batch([cache.alloc()], 6), **pages_of(cache)),
+        )
     close(dense.float(), layer(x), 0.25)
     close(paged, dense[0], 0.1)
 
@@ -111,7 +124,10 @@ def test_dense_and_packed(kind):
         close(compiled(x), model(x), 1e-5)
     assert counter.frame_count == 2
     for lengths in ([3, 5, 2], [4, 4, 9, 1], [7, 2], [11, 2, 2, 2, 6]):
-        x, form = torch.randn(sum(lengths), E), {"cu_seqlens": cu(lengths), "max_seqlen": max(lengths)}
+        x, form = (
+            torch.randn(sum(lengths), E),
+            {"cu_seqlens": cu(lengths), "max_seqlen": max(lengths)},
+        )
         close(compiled(x, **form), model(x, **form), 1e-5)
     assert counter.frame_count == 4
 
@@ -120,7 +136,8 @@ def test_dense_and_packed(kind):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", ["keys", "sinks"])
 def test_one_graph_a_kind_of_step(kind, mode):
-    """Prefill and decode are one graph each once the first change of shape has made them dynamic."""
+    """Prefill and decode are one graph each once the first change of shape has made them
+    dynamic."""
     model = Model(kind)
     counter, compiled = counted(model)
     caches = [model.cache() for _ in range(2)]
@@ -140,7 +157,8 @@ def test_one_graph_a_kind_of_step(kind, mode):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("kind", "backend"), [("expanded", "eager"), ("latents", "aot_eager")])
 def test_one_graph_a_kind_of_step_over_latents(kind, backend):
-    """Extends, too, whatever their batch and lengths; short ones are absorbed where the layer allows it."""
+    """Extends, too, whatever their batch and lengths; short ones are absorbed where the layer
+    allows it."""
     model = Model(kind, 1)
     counter, compiled = counted(model, backend)
     caches = [model.cache() for _ in range(2)]
@@ -150,7 +168,12 @@ def test_one_graph_a_kind_of_step_over_latents(kind, backend):
             for cache in caches:
                 cache.reset() if fresh else None
             before = sum(caches[0].length(r) for r in caches[0].requests[: len(counts)])
-            batch = both((compiled, model), caches, counts, **({} if chunks is None else {"prefix_tokens": -(-before // chunks)}))
+            batch = both(
+                (compiled, model),
+                caches,
+                counts,
+                **({} if chunks is None else {"prefix_tokens": -(-before // chunks)}),
+            )
             assert fresh or chunks == (None if batch.prefix is None else len(batch.prefix))
         return counter.frame_count
 
@@ -162,14 +185,16 @@ def test_one_graph_a_kind_of_step_over_latents(kind, backend):
         graphs([9, 8, 7, 12], fresh=True)
         assert (decode := graphs([1, 1], [1, 1, 1])) <= extend + 2
         assert graphs([1, 1, 1, 1], [1, 1], [1, 1, 1]) == decode
-        # Another graph where the comparison of the two forms says so, and the same one where it does not.
+        # Another graph where the comparison of the two forms says so, and the same one where it
+        # does not.
         assert (short := graphs([2, 3], [4, 2, 2], chunks=2)) <= decode + 2 * (kind == "latents")
         assert graphs([3, 2], [2, 2, 3], chunks=2) == short
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_share_one_graph(kind):
-    """Nothing of a layer but its weights' values enters its graph: compiled one by one, two layers are one."""
+    """Nothing of a layer but its weights' values enters its graph: compiled one by one, two layers
+    are one."""
     model, plain = Model(kind), Model(kind)
     plain.load_state_dict(model.state_dict())
     counter = CompileCounterWithBackend("aot_eager")
@@ -185,7 +210,9 @@ def test_export(kind):
     model = Model(kind)
     caches = [model.cache() for _ in range(2)]
     with torch.no_grad():
-        exported = torch.export.export(model, (torch.randn(7, E),), given(model.cache(), [3, 4])).module()
+        exported = torch.export.export(
+            model, (torch.randn(7, E),), given(model.cache(), [3, 4])
+        ).module()
         both((exported, model), caches, [3, 4])
 
 
@@ -196,12 +223,15 @@ def test_export(kind):
     ids=["decode", "extend"],
 )
 def test_generated_code(counts, op, calls, how):
-    """What Inductor writes names the kernels, and copies neither the pages nor the weight whose halves are absorbed."""
+    """What Inductor writes names the kernels, and copies neither the pages nor the weight whose
+    halves are absorbed."""
     model = Model("latents", 1)
     caches = [model.cache() for _ in range(2)]
     with torch.no_grad():
         both((model, model), caches, [6, 5])
-        _, code = compiled_code(lambda: both((torch.compile(model, fullgraph=True), model), caches, counts, **how))
+        _, code = compiled_code(
+            lambda: both((torch.compile(model, fullgraph=True), model), caches, counts, **how)
+        )
     found = [call.split(".") for call in kernel_calls(code)]
     attends = [kernel for name, kernel in found if name == op]
     assert len(attends) == calls and set(attends) <= set(kernels_of(op)), found
@@ -209,6 +239,12 @@ def test_generated_code(counts, op, calls, how):
     made = re.findall(r"empty_strided\w*\(\(([\d, ]*)\)", code)
     assert f"{sum(counts)}, {E}" in made, "the pattern finds what is made"
     heads, latent = latents.H, latents.DC
-    halves = [f"{heads}, {a}, {b}" for n in (latents.NOPE, latents.V) for a, b in ((n, latent), (latent, n))]
+    halves = [
+        f"{heads}, {a}, {b}"
+        for n in (latents.NOPE, latents.V)
+        for a, b in ((n, latent), (latent, n))
+    ]
     weights = [f"{heads * (latents.NOPE + latents.V)}, {latent}", *halves]
-    assert not [size for size in made if size.startswith(f"{caches[0].num_pages}, ") or size in weights], made
+    assert not [
+        size for size in made if size.startswith(f"{caches[0].num_pages}, ") or size in weights
+    ], made

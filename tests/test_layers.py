@@ -1,7 +1,7 @@
 """Nobody imports upward: every module has a rank and imports only its own rank or below.
 
-The ranks are those of docs/architecture.md. The tests read the source, so an import inside a function counts as well;
-one under ``if TYPE_CHECKING:`` does not.
+The ranks are those of docs/architecture.md. The tests read the source, so an import inside a
+function counts as well; one under ``if TYPE_CHECKING:`` does not.
 """
 
 import ast
@@ -13,7 +13,8 @@ import pytest
 
 from tests.helpers import runtime_nodes, sources
 
-# A module has the rank of its longest prefix here. The front, `attnops` itself, stands above all that it offers.
+# A module has the rank of its longest prefix here. The front, `attnops` itself, stands above all
+# that it offers.
 RANKS = {
     "attnops.core": 0,
     "attnops.measured": 0,
@@ -48,13 +49,17 @@ STRANGERS = [
     ("attnops.graphs", "attnops.lowering"),
     ("attnops.kernels", "attnops.core.select"),
     ("attnops.core", "attnops.ops"),
-    *((f"attnops.hf.{lower}", f"attnops.hf.{upper}") for lower, upper in combinations(("models", "cache", "attention", "steps"), 2)),
+    *(
+        (f"attnops.hf.{lower}", f"attnops.hf.{upper}")
+        for lower, upper in combinations(("models", "cache", "attention", "steps"), 2)
+    ),
 ]
 
 
 LINKED = ("attnops.lowering", "attnops.graphs")
 BACKENDS, SHARED = "attnops.kernels", "shared"
-"""A module of a backend's folder imports no other backend, and what is shared imports none. A kernel of two stands beside the folders."""
+"""A module of a backend's folder imports no other backend, and what is shared imports none. A
+kernel of two stands beside the folders."""
 
 
 def within(module, package):
@@ -67,12 +72,19 @@ def rank(module):
         return FRONT
     if module.startswith("attnops.ops.") and module.endswith(OF_FAMILIES):
         return 0
-    return max(((len(prefix), r) for prefix, r in RANKS.items() if within(module, prefix)), default=(0, None))[1]
+    return max(
+        ((len(prefix), r) for prefix, r in RANKS.items() if within(module, prefix)),
+        default=(0, None),
+    )[1]
 
 
 def imports(tree, modules, importer="attnops"):
     """The modules of this project that the syntax tree of `importer` imports when it runs."""
-    package = importer if f"{importer}." in {name[: len(importer) + 1] for name in modules} else importer.rpartition(".")[0]
+    package = (
+        importer
+        if f"{importer}." in {name[: len(importer) + 1] for name in modules}
+        else importer.rpartition(".")[0]
+    )
     for node in runtime_nodes(tree):
         match node:
             case ast.Import(names=names):
@@ -80,8 +92,13 @@ def imports(tree, modules, importer="attnops"):
             case ast.ImportFrom(module=module, level=level, names=names):
                 parts = package.split(".")[: 1 - level or None] if level else []
                 module = ".".join([*parts, *([module] if module else [])])
-                found = [full if (full := f"{module}.{name.name}") in modules else module for name in names]
-            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(function).endswith(DYNAMIC):
+                found = [
+                    full if (full := f"{module}.{name.name}") in modules else module
+                    for name in names
+                ]
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(
+                function
+            ).endswith(DYNAMIC):
                 found = [name]
             case _:
                 continue
@@ -94,7 +111,12 @@ def wrong(module, target):
         return f"{module} (rank {low}) imports {target} (rank {high})"
     if any(within(module, who) and within(target, whom) for who, whom in STRANGERS):
         return f"{module} imports {target}: the two may not know each other"
-    if (own := backend(module)) and within(target, BACKENDS) and target != BACKENDS and backend(target) not in (SHARED, own):
+    if (
+        (own := backend(module))
+        and within(target, BACKENDS)
+        and target != BACKENDS
+        and backend(target) not in (SHARED, own)
+    ):
         return f"{module} imports {target}: it may import {SHARED} and its own folder"
     return None
 
@@ -102,12 +124,19 @@ def wrong(module, target):
 def backend(module):
     """The folder of a kernel's module; "" for a module of another place."""
     parts = module.removeprefix(f"{BACKENDS}.").split(".")
-    return parts[0] if within(module, BACKENDS) and sources().get(f"{BACKENDS}.{parts[0]}", Path()).name == "__init__.py" else ""
+    return (
+        parts[0]
+        if within(module, BACKENDS)
+        and sources().get(f"{BACKENDS}.{parts[0]}", Path()).name == "__init__.py"
+        else ""
+    )
 
 
 def test_every_module_has_a_rank():
     unknown = [module for module in sources() if rank(module) is None]
-    assert not unknown, f"say in tests/test_layers.py and docs/architecture.md where these stand: {unknown}"
+    assert not unknown, (
+        f"say in tests/test_layers.py and docs/architecture.md where these stand: {unknown}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +146,25 @@ def trees():
 
 
 def test_nobody_imports_upward(trees):
-    found = [(module, target) for module, tree in trees.items() for target in imports(tree, sources(), module)]
+    found = [
+        (module, target)
+        for module, tree in trees.items()
+        for target in imports(tree, sources(), module)
+    ]
     assert not [text for pair in found if (text := wrong(*pair))]
 
 
 def test_no_circle_below_the_ops(trees):
-    """Imports inside functions count, and an import of a module runs its packages, but for those that hold the importer."""
-    modules = {m: path for m, path in sources().items() if (own := rank(m)) is not None and own < RANKS["attnops.ops"]}
-    graph = {m: {t for t in imports(trees[m], modules, m) if t in modules and t != m} for m in modules}
+    """Imports inside functions count, and an import of a module runs its packages, but for those
+    that hold the importer."""
+    modules = {
+        m: path
+        for m, path in sources().items()
+        if (own := rank(m)) is not None and own < RANKS["attnops.ops"]
+    }
+    graph = {
+        m: {t for t in imports(trees[m], modules, m) if t in modules and t != m} for m in modules
+    }
     for module, targets in graph.items():
         packages = {".".join(t.split(".")[:n]) for t in targets for n in range(1, t.count(".") + 1)}
         targets |= {p for p in packages if p in modules and not within(module, p)}
@@ -132,7 +172,8 @@ def test_no_circle_below_the_ops(trees):
 
 
 def test_imports_are_relative_in_the_linked_folders_alone(trees):
-    """There they make a bare `import graphs` fail; the same modules twice would register every op twice."""
+    """There they make a bare `import graphs` fail; the same modules twice would register every op
+    twice."""
     found = []
     for module, tree in trees.items():
         linked = within(module, LINKED)
@@ -155,7 +196,10 @@ def test_imports_are_relative_in_the_linked_folders_alone(trees):
         ("attnops.kernels.sgl.flashmla", "from attnops.kernels.triton.launch.data import write_kv"),
         ("attnops.kernels.shared.parts", "from attnops.kernels import fa3_triton"),
         ("attnops.lowering.choose", "from attnops import graphs"),
-        ("attnops.graphs.split", "from importlib import import_module\nimport_module('attnops.lowering.choose')"),
+        (
+            "attnops.graphs.split",
+            "from importlib import import_module\nimport_module('attnops.lowering.choose')",
+        ),
         ("attnops.graphs.split", "from .. import lowering"),
     ],
 )
@@ -168,9 +212,19 @@ def test_the_check_sees(module, code):
     ("module", "code"),
     [
         ("attnops.core.kernel", "if TYPE_CHECKING:\n    from attnops.core.select import Policy"),
-        ("attnops.lowering.choose", "from ..core.select import select\nfrom .cache_key import circumstances"),
-        ("attnops.kernels.fa3_triton", "from attnops.kernels.sgl import fa3\nfrom attnops.kernels.triton import attention"),
+        (
+            "attnops.lowering.choose",
+            "from ..core.select import select\nfrom .cache_key import circumstances",
+        ),
+        (
+            "attnops.kernels.fa3_triton",
+            "from attnops.kernels.sgl import fa3\nfrom attnops.kernels.triton import attention",
+        ),
     ],
 )
 def test_the_check_lets_pass(module, code):
-    assert not [target for target in imports(ast.parse(code), set(sources()), module) if wrong(module, target)]
+    assert not [
+        target
+        for target in imports(ast.parse(code), set(sources()), module)
+        if wrong(module, target)
+    ]

@@ -1,4 +1,5 @@
-"""The ledger of pages beside a plain memory: which tokens of a window are still there, and which pages are copied."""
+"""The ledger of pages beside a plain memory: which tokens of a window are still there, and which
+pages are copied."""
 
 import itertools
 
@@ -11,7 +12,11 @@ PAGE, NEW, WINDOW = 2, 3, 3
 
 
 def ledger(window=0, pages=40, rows=4):
-    return Ledger(Room([Layer(((1, 1),) * 2, window)], pages, PAGE, rows, 20, NEW, 40, "max_pages_per_request"))
+    return Ledger(
+        Room(
+            [Layer(((1, 1),) * 2, window)], pages, PAGE, rows, 20, NEW, 40, "max_pages_per_request"
+        )
+    )
 
 
 def begin(book, tokens):
@@ -42,19 +47,24 @@ class Memory:
             self.book.commit(self.book.truncate(self.request, length))
             del self.tokens[length:]
             return
-        with pytest.raises(InvalidInput, match="a window of 3 needs tokens whose pages were used again"):
+        with pytest.raises(
+            InvalidInput, match="a window of 3 needs tokens whose pages were used again"
+        ):
             self.book.truncate(self.request, length)
 
     def check(self):
         """Every token has the slot that holds it, or -1 where none does."""
         slots = {token: slot for slot, token in self.held.items()}
         assert self.book.get(self.request).length == len(self.tokens)
-        assert self.book.slots(self.request, 0, len(self.tokens)) == [slots.get(token, -1) for token in self.tokens]
+        assert self.book.slots(self.request, 0, len(self.tokens)) == [
+            slots.get(token, -1) for token in self.tokens
+        ]
 
 
 @pytest.mark.parametrize("cuts", [*itertools.product(range(6), repeat=2)], ids=str)
 def test_tokens_are_where_their_slots_say(cuts):
-    """As many tokens as the pages have room for, and more; then fewer, and more again, twice; then none, and a few."""
+    """As many tokens as the pages have room for, and more; then fewer, and more again, twice; then
+    none, and a few."""
     for steps in (1, 2, 3, 4):
         memory = Memory()
         for cut in (*cuts, 0):
@@ -69,7 +79,11 @@ def test_tokens_are_where_their_slots_say(cuts):
 
 
 def copies(book, change):
-    return [pair for pairs in book.edits(change)[len(book.pools) : 2 * len(book.pools)] for pair in pairs]
+    return [
+        pair
+        for pairs in book.edits(change)[len(book.pools) : 2 * len(book.pools)]
+        for pair in pairs
+    ]
 
 
 @pytest.mark.parametrize("sharers", [1, 2, 3, 4])
@@ -86,7 +100,10 @@ def test_the_last_that_outgrows_a_shared_page_keeps_it(sharers):
     assert len(copies(book, change)) == sharers - 1
     book.commit(change)
     assert book.get(family[-1]).pages[0] == [page]
-    assert len({book.get(request).pages[0][0] for request in family}) == sharers and not book.pools[0].free
+    assert (
+        len({book.get(request).pages[0][0] for request in family}) == sharers
+        and not book.pools[0].free
+    )
 
 
 def test_a_shared_page_is_copied_where_a_window_comes_round_to_it():

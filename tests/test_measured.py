@@ -1,4 +1,5 @@
-"""Measured times: what lies between points, which table is in force, and what selection makes of it."""
+"""Measured times: what lies between points, which table is in force, and what selection makes of
+it."""
 
 import json
 import re
@@ -55,9 +56,11 @@ def cache(tmp_path):
         yield tmp_path
 
 
-# Between the points ---------------------------------------------------------------------------------------------------
+# Between the points -------------------------------------------------------------------------------
 
-AXIS = st.lists(st.integers(1, 4096), min_size=1, max_size=4, unique=True).map(lambda xs: tuple(float(x) for x in sorted(xs)))
+AXIS = st.lists(st.integers(1, 4096), min_size=1, max_size=4, unique=True).map(
+    lambda xs: tuple(float(x) for x in sorted(xs))
+)
 STEPS = st.floats(0.0, 50.0)
 
 
@@ -78,7 +81,9 @@ def test_at_the_points_times_are_what_was_measured(grid):
         assert grid.at("k", sizes) == pytest.approx(us)
 
 
-@given(growing(), SIZE, SIZE, SIZE, st.floats(1.0, 8.0), st.sampled_from(["batch", "queries", "ratio"]))
+@given(
+    growing(), SIZE, SIZE, SIZE, st.floats(1.0, 8.0), st.sampled_from(["batch", "queries", "ratio"])
+)
 def test_times_grow_with_every_size(grid, batch, queries, ratio, factor, axis):
     small = Sizes(batch, queries, ratio)
     large = small._replace(**{axis: getattr(small, axis) * factor})
@@ -100,13 +105,23 @@ def test_between_the_points():
 BEYOND = [
     (STEP, (2.0,), 1.0, 100.0, (10.0,), (6, 1, 200), 60),  # a single point is scaled with the work
     (SQUARE, (1.0,), 64.0, 1.0, (10.0,), (1, 128, 1), 40),
-    (STEP, (1.0, 2.0), 1.0, 1.0, (11.0, 10.0), (100, 1, 1), 10),  # noise does not turn into a falling line
+    (
+        STEP,
+        (1.0, 2.0),
+        1.0,
+        1.0,
+        (11.0, 10.0),
+        (100, 1, 1),
+        10,
+    ),  # noise does not turn into a falling line
 ]
 
 
 @pytest.mark.parametrize(("kind", "batch", "queries", "ratio", "us", "at", "want"), BEYOND)
 def test_beyond_the_points(kind, batch, queries, ratio, us, at, want):
-    assert Grid(kind, batch, (queries,), (ratio,), {"k": us}).at("k", Sizes(*at)) == pytest.approx(want)
+    assert Grid(kind, batch, (queries,), (ratio,), {"k": us}).at("k", Sizes(*at)) == pytest.approx(
+        want
+    )
 
 
 def test_missing_points_follow_their_smaller_neighbours():
@@ -117,7 +132,7 @@ def test_missing_points_follow_their_smaller_neighbours():
     assert grid.at("late", Sizes(1, 1, 100)) == pytest.approx(7)
 
 
-# Shapes ---------------------------------------------------------------------------------------------------------------
+# Shapes -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,11 +163,23 @@ def test_a_shape_speaks_for_its_neighbours(change, speaks):
 
 
 def test_a_forward_that_is_trained_has_shapes_of_its_own():
-    """Kernels that return no lse do not compete there; calls without lse never go by such a shape."""
+    """Kernels that return no lse do not compete there; calls without lse never go by such a
+    shape."""
     plain, trained = SQUARE, altered(SQUARE, lse=True)
     call = altered(square(), lse=True)
-    assert distance(trained, call) == 0 < distance(plain, call) < float("inf") == distance(trained, square())
-    assert table(Grid(plain, (1.0,), (16.0,), (1.0,), {}), Grid(trained, (1.0,), (16.0,), (1.0,), {})).nearest(call)[0].kind == trained
+    assert (
+        distance(trained, call)
+        == 0
+        < distance(plain, call)
+        < float("inf")
+        == distance(trained, square())
+    )
+    assert (
+        table(Grid(plain, (1.0,), (16.0,), (1.0,), {}), Grid(trained, (1.0,), (16.0,), (1.0,), {}))
+        .nearest(call)[0]
+        .kind
+        == trained
+    )
 
 
 def test_dense_calls_with_and_without_a_mask_to_write_out():
@@ -187,12 +214,17 @@ def test_every_difference_counts_in_the_distance(change, other):
 
 def nearest(shapes, problem):
     """The shape of a table that is asked for a call."""
-    found = table(*(Grid(s, (1.0,), (1.0,), (1.0,), {"k": (1.0,)}) for s in shapes)).nearest(problem)
+    found = table(*(Grid(s, (1.0,), (1.0,), (1.0,), {"k": (1.0,)}) for s in shapes)).nearest(
+        problem
+    )
     return found and found[0].kind
 
 
 def test_the_nearest_shape_is_asked():
-    shapes = [altered(STEP, q_heads=8 * g) for g in (1, 4, 8)] + [altered(STEP, page_size=256), altered(STEP, head_dim=64, v_head_dim=64)]
+    shapes = [altered(STEP, q_heads=8 * g) for g in (1, 4, 8)] + [
+        altered(STEP, page_size=256),
+        altered(STEP, head_dim=64, v_head_dim=64),
+    ]
     for problem, at in (
         (decode(), 1),
         (decode(q_heads=64), 2),
@@ -222,15 +254,19 @@ def test_work():
     assert found.flops == 2 * 2 * 100 * 32 * 256
 
 
-@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 50), (7, 50), (50, 50), (43, 50), (50, 7), (2, 1)])
+@pytest.mark.parametrize(
+    "queries, keys", [(1, 1), (1, 50), (7, 50), (50, 50), (43, 50), (50, 7), (2, 1)]
+)
 @pytest.mark.parametrize("window", [-1, 0, 4, 6, 42, 49, 80])
 def test_work_of_a_window(queries, keys, window):
-    seen = sum(max(0, keys - at if window < 0 else min(keys - at, window + 1)) for at in range(queries))
+    seen = sum(
+        max(0, keys - at if window < 0 else min(keys - at, window + 1)) for at in range(queries)
+    )
     found = work(altered(SQUARE, window=(window, -1)), Sizes(3, queries, keys / queries)).flops
     assert found == pytest.approx(3 * 2 * seen * 4 * 32)
 
 
-# Costs ----------------------------------------------------------------------------------------------------------------
+# Costs --------------------------------------------------------------------------------------------
 
 US = {"fast": (10.0, 20.0, 30.0, 110.0), "slow": (90.0, 300.0, 900.0, 5000.0)}
 GRID = Grid(STEP, (1.0, 16.0), (1.0,), (1000.0, 5000.0), US)
@@ -247,14 +283,22 @@ def test_an_optimistic_formula_does_not_win(promise):
 
 def test_an_unmeasured_kernel_wins_over_a_slow_fallback_alone():
     found = costs(decode(16, 5000), (kernel("slow"), kernel("newcomer", 120.0)), table(GRID))
-    assert found["newcomer"] == (HANDICAP * 120.0, UNMEASURED) and found["newcomer"].us < found["slow"].us
+    assert (
+        found["newcomer"] == (HANDICAP * 120.0, UNMEASURED)
+        and found["newcomer"].us < found["slow"].us
+    )
 
 
 def test_what_no_table_covers_is_estimated():
     kernels = (kernel("a", 3.0), kernel("b", 2.0))
     for given_table in (None, table(), table(GRID)):
-        assert costs(decode(), kernels, given_table) == {"a": (3.0, ESTIMATED), "b": (2.0, ESTIMATED)}
-    assert costs(decode(mask="bool"), (kernel("fast", 3.0),), table(GRID)) == {"fast": (3.0, ESTIMATED)}
+        assert costs(decode(), kernels, given_table) == {
+            "a": (3.0, ESTIMATED),
+            "b": (2.0, ESTIMATED),
+        }
+    assert costs(decode(mask="bool"), (kernel("fast", 3.0),), table(GRID)) == {
+        "fast": (3.0, ESTIMATED)
+    }
 
 
 def test_another_version_is_not_what_was_timed():
@@ -269,7 +313,7 @@ def test_another_version_is_not_what_was_timed():
     assert version_of(slow) == f"torch=={'.'.join(torch.__version__.split('.')[:2])}"
 
 
-# The file -------------------------------------------------------------------------------------------------------------
+# The file -----------------------------------------------------------------------------------------
 
 
 def full():
@@ -378,7 +422,7 @@ def test_writing_is_all_or_nothing(broken, cache, monkeypatch):
     assert path.read_text() == before and [*path.parent.iterdir()] == [path]
 
 
-# In force -------------------------------------------------------------------------------------------------------------
+# In force -----------------------------------------------------------------------------------------
 
 
 def measured(**us):
@@ -488,8 +532,12 @@ def test_a_sibling_is_served_by_scaled_times(cache):
     slower = 1 / RATES[H100].bandwidth - 1 / RATES[H200].bandwidth
     want = [90 + slower * work(STEP, at).bytes / 1e6 for at in made.grids[0].points()[1:3]]
     assert (first, more, none) == (pytest.approx(10, rel=0.02), pytest.approx(want), None)
-    assert (found(H100).gpu, found(H100).source) == (H100, H200) and found(H100).digest != made.digest
-    assert found("NVIDIA H9000").grids == made.grids, "of unknown rates the order is all that is known"
+    assert (found(H100).gpu, found(H100).source) == (H100, H200) and found(
+        H100
+    ).digest != made.digest
+    assert found("NVIDIA H9000").grids == made.grids, (
+        "of unknown rates the order is all that is known"
+    )
     assert found(H200) == in_force(Target.parse("sm90", assume=())).table == made
     for target in (Target("cuda", 100, gpu="NVIDIA B200"), Target("cpu", 0)):
         assert in_force(target).table is None
@@ -516,7 +564,8 @@ def explained(**more):
 
 
 def test_a_sibling_speaks_for_kernels_without_a_time(cache):
-    """A GPU's own times come first. Its sibling's, scaled, serve kernels and ops that its own table has not."""
+    """A GPU's own times come first. Its sibling's, scaled, serve kernels and ops that its own table
+    has not."""
     ship(cache, "h100.json", timed(H100, sdpa=50.0))
     alone = in_force(Target("cuda", 90, gpu=H100)).table
     ship(cache, "h200.json", timed(H200, sdpa=5.0, flex=40.0))
@@ -531,7 +580,8 @@ def test_a_sibling_speaks_for_kernels_without_a_time(cache):
 
 
 def test_times_with_lse_and_without_are_not_compared():
-    """A GPU whose own table has no step of training goes by its sibling's, of which each kernel was timed with lse."""
+    """A GPU whose own table has no step of training goes by its sibling's, of which each kernel was
+    timed with lse."""
     times = timed(H100, altered(SQUARE, lse=True), flex=50.0, reference=40.0)
     both = replace(timed(H100, flex=1.0, reference=90.0), sibling=replace(times, source=H200))
     some = [kernels_of("attention")[name] for name in ("flex", "reference")]
@@ -549,17 +599,23 @@ def test_scaled_times_are_marked_and_no_measured_ones(cache):
         assert re.search(rf"{words}[.\d]* us scaled from {H200}", str(found)), words
 
 
-@pytest.mark.parametrize("path", (ROOT / "attnops" / "tables").glob("*.json"), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", (ROOT / "attnops" / "tables").glob("*.json"), ids=lambda path: path.stem
+)
 def test_shipped_tables_are_good(path):
     found = from_json(path.read_text())
     assert path.stat().st_size < 100_000 and found.target.startswith("sm") and len(found.grids) > 10
     for grid in found.grids:
         assert set(grid.us) <= set(kernels_of(grid.kind.op)), grid.kind
-    own = {code for _, is_own, code in (text.partition(";attnops==") for text in found.versions.values()) if is_own}
+    own = {
+        code
+        for _, is_own, code in (text.partition(";attnops==") for text in found.versions.values())
+        if is_own
+    }
     assert own == {TRITON_CODE}, "measure the tables anew: they do not speak for the Triton kernels"
 
 
-# Told -----------------------------------------------------------------------------------------------------------------
+# Told ---------------------------------------------------------------------------------------------
 
 
 def test_explain_names_the_table(cache):

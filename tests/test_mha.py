@@ -1,4 +1,5 @@
-"""MultiheadAttention against torch.nn.MultiheadAttention: results, gradients and state_dict, argument by argument."""
+"""MultiheadAttention against torch.nn.MultiheadAttention: results, gradients and state_dict,
+argument by argument."""
 
 import copy
 import inspect
@@ -37,7 +38,13 @@ def pair(**kwargs):
 
 def qkv(batch_first=False, batched=True, kdim=E, vdim=E, same=False, queries=L, keys=S):
     def one(length, width):
-        shape = (length, width) if not batched else (N, length, width) if batch_first else (length, N, width)
+        shape = (
+            (length, width)
+            if not batched
+            else (N, length, width)
+            if batch_first
+            else (length, N, width)
+        )
         return torch.randn(shape)
 
     if same:
@@ -87,7 +94,12 @@ def agree(theirs, ours, args, grads=True, **kwargs):
             if weights is not None:
                 loss = loss + (weights**2).sum()
             loss.backward()
-        return [out, weights, *(x.grad for x in seen.values()), *(p.grad for _, p in sorted(module.named_parameters()))]
+        return [
+            out,
+            weights,
+            *(x.grad for x in seen.values()),
+            *(p.grad for _, p in sorted(module.named_parameters())),
+        ]
 
     for want, got in zip(run(theirs), run(ours), strict=True):
         close(got, want, 2e-6)
@@ -95,7 +107,9 @@ def agree(theirs, ours, args, grads=True, **kwargs):
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("attn", ["none", (2, "bool"), (2, "float"), (3, "bool"), (3, "float")], ids=str)
+@pytest.mark.parametrize(
+    "attn", ["none", (2, "bool"), (2, "float"), (3, "bool"), (3, "float")], ids=str
+)
 @pytest.mark.parametrize("pad", ["none", "bool", "float"])
 @pytest.mark.parametrize("form", ["seq_first", "batch_first", "unbatched"])
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
@@ -104,7 +118,14 @@ def test_masks(form, pad, attn, need_weights):
     theirs, ours = pair(batch_first=form == "batch_first")
     args = qkv(form == "batch_first", batched)
     masks = {"key_padding_mask": padding(pad, batched), "attn_mask": masking(attn, batched)}
-    agree(theirs, ours, args, **masks, need_weights=need_weights, average_attn_weights=form == "seq_first")
+    agree(
+        theirs,
+        ours,
+        args,
+        **masks,
+        need_weights=need_weights,
+        average_attn_weights=form == "seq_first",
+    )
 
 
 BUILDS = [
@@ -114,14 +135,21 @@ BUILDS = [
 ]
 
 
-@pytest.mark.parametrize("masks", [("none", "none"), ("bool", (3, "bool")), ("float", (2, "float"))], ids=str)
+@pytest.mark.parametrize(
+    "masks", [("none", "none"), ("bool", (3, "bool")), ("float", (2, "float"))], ids=str
+)
 @pytest.mark.parametrize("build", BUILDS, ids=lambda b: ",".join(f"{k}={v}" for k, v in b.items()))
 def test_constructor_arguments(build, masks):
     theirs, ours = pair(**build)
     # One tensor as query, key and value takes a way of its own.
     same = E == build.get("kdim", E) == build.get("vdim", E)
-    args = qkv(kdim=build.get("kdim", E), vdim=build.get("vdim", E), same=same, queries=S if same else L)
-    given = {"key_padding_mask": padding(masks[0], True), "attn_mask": masking(masks[1], True, queries=len(args[0]))}
+    args = qkv(
+        kdim=build.get("kdim", E), vdim=build.get("vdim", E), same=same, queries=S if same else L
+    )
+    given = {
+        "key_padding_mask": padding(masks[0], True),
+        "attn_mask": masking(masks[1], True, queries=len(args[0])),
+    }
     for need_weights in (False, True):
         agree(theirs, ours, args, **given, need_weights=need_weights)
 
@@ -133,9 +161,14 @@ def test_causal_hint(extra, pad, need_weights):
     theirs, ours = pair(**extra)
     args = qkv(same=True)
     causal = nn.Transformer.generate_square_subsequent_mask(L)
-    # With more keys than queries torch's hint hides the added key, which its mask does not: there we follow the mask.
+    # With more keys than queries torch's hint hides the added key, which its mask does not: there
+    # we follow the mask.
     hint = not extra or need_weights or pad != "none"
-    mask = {"attn_mask": causal, "key_padding_mask": padding(pad, True, L), "need_weights": need_weights}
+    mask = {
+        "attn_mask": causal,
+        "key_padding_mask": padding(pad, True, L),
+        "need_weights": need_weights,
+    }
     close(ours(*args, **mask, is_causal=True), theirs(*args, **mask, is_causal=hint))
     # Nor does it speak of other keys than queries.
     other = {"attn_mask": masking((2, "bool"), True), "need_weights": need_weights}
@@ -147,7 +180,13 @@ def test_dropout_draws_as_torch_does(need_weights):
     theirs, ours = pair(dropout=0.4)
     for training in (True, False):
         mask = masking((2, "bool"), True)
-        agree(theirs.train(training), ours.train(training), qkv(), attn_mask=mask, need_weights=need_weights)
+        agree(
+            theirs.train(training),
+            ours.train(training),
+            qkv(),
+            attn_mask=mask,
+            need_weights=need_weights,
+        )
 
 
 def test_same_signatures():
@@ -155,7 +194,9 @@ def test_same_signatures():
         return [(p.name, p.default) for p in inspect.signature(f).parameters.values()]
 
     assert parameters(MultiheadAttention.forward) == parameters(nn.MultiheadAttention.forward)
-    assert parameters(MultiheadAttention.__init__)[:-1] == parameters(nn.MultiheadAttention.__init__)
+    assert parameters(MultiheadAttention.__init__)[:-1] == parameters(
+        nn.MultiheadAttention.__init__
+    )
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -180,7 +221,9 @@ def test_rounding_is_as_torchs(dtype, need_weights):
     rounded = theirs.to(dtype)(*args, need_weights=need_weights)[0]
     got = ours.to(dtype)(*args, need_weights=need_weights)[0]
     assert got.dtype == dtype
-    assert (got - exact).abs().max() <= 2 * (rounded - exact).abs().max() + 4 * torch.finfo(dtype).eps
+    assert (got - exact).abs().max() <= 2 * (rounded - exact).abs().max() + 4 * torch.finfo(
+        dtype
+    ).eps
 
 
 @pytest.mark.parametrize("build", [{}, {"add_bias_kv": True}], ids=str)
@@ -199,27 +242,37 @@ def test_compiled_whole_and_once():
     compiled = torch.compile(ours, backend=counter, fullgraph=True)
     for queries, keys in ((4, 6), (5, 8), (9, 9), (6, 4), (3, 17)):
         args, hide = qkv(queries=queries, keys=keys), padding("bool", True, keys)
-        close(*(run(*args, key_padding_mask=hide, need_weights=False)[0] for run in (compiled, ours)))
+        close(
+            *(run(*args, key_padding_mask=hide, need_weights=False)[0] for run in (compiled, ours))
+        )
     assert counter.frame_count == 2
     for got, want in zip(compiled(*args), ours(*args), strict=True):
         close(got, want)
 
 
 def call(*shapes, **kwargs):
-    return lambda: MultiheadAttention(E, H)(*map(torch.randn, shapes or ((L, N, E), (S, N, E), (S, N, E))), **kwargs)
+    return lambda: MultiheadAttention(E, H)(
+        *map(torch.randn, shapes or ((L, N, E), (S, N, E), (S, N, E))), **kwargs
+    )
 
 
 BAD = {
     "query: got shape (12,), want [L, 12]": call((E,), (S, E), (S, E)),
-    "key: got shape (7, 12), want [S, N, 12], batched as the query": call((L, N, E), (S, E), (S, N, E)),
+    "key: got shape (7, 12), want [S, N, 12], batched as the query": call(
+        (L, N, E), (S, E), (S, N, E)
+    ),
     "value: got shape (7, 2, 12), want [S, 12]": call((L, E), (S, E), (S, N, E)),
     "key.shape[-1]: got 10, want 12": call((L, N, E), (S, N, E - 2), (S, N, E)),
-    "value: got shape (8, 2, 12), want as many values as keys": call((L, N, E), (S, N, E), (S + 1, N, E)),
+    "value: got shape (8, 2, 12), want as many values as keys": call(
+        (L, N, E), (S, N, E), (S + 1, N, E)
+    ),
     "key.shape[1]: got 3, want 2, the query's batch": call((L, N, E), (S, N + 1, E), (S, N + 1, E)),
     "attn_mask: got None, want the causal mask, because is_causal": call(is_causal=True),
     "attn_mask: got shape (5, 8), want [5, 7]": call(attn_mask=torch.zeros(L, S + 1)),
     "attn_mask: got shape (2, 5, 7), want [8, 5, 7]": call(attn_mask=torch.zeros(N, L, S)),
-    "attn_mask.dtype: got torch.int32, want bool": call(attn_mask=torch.zeros(L, S, dtype=torch.int32)),
+    "attn_mask.dtype: got torch.int32, want bool": call(
+        attn_mask=torch.zeros(L, S, dtype=torch.int32)
+    ),
     "key_padding_mask: got shape (7,), want [2, 7]": call(key_padding_mask=torch.zeros(S)),
 }
 
@@ -229,14 +282,21 @@ def test_bad_calls(text):
     refused(BAD[text], text)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*enable_nested_tensor")
-@pytest.mark.parametrize("when", ["before", "after"], ids=lambda when: f"replaced-{when}-the-encoder-is-made")
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", "ignore:.*enable_nested_tensor"
+)
+@pytest.mark.parametrize(
+    "when", ["before", "after"], ids=lambda when: f"replaced-{when}-the-encoder-is-made"
+)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_torchs_inference_paths_call_it(when, padded, norm_first):
-    """In eval mode torch's encoder reads the weights of its own attention and never calls it, and makes nested tensors of padding."""
+    """In eval mode torch's encoder reads the weights of its own attention and never calls it, and
+    makes nested tensors of padding."""
     torch.set_default_dtype(torch.float32)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, norm_first=norm_first)
+    layer = nn.TransformerEncoderLayer(
+        16, 4, 32, dropout=0.0, batch_first=True, norm_first=norm_first
+    )
     theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
 
     def replaced(of):
@@ -245,8 +305,12 @@ def test_torchs_inference_paths_call_it(when, padded, norm_first):
         return made
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if norm_first else "error")  # as torch's own the first is made without a warning
-        ours = nn.TransformerEncoder(replaced(layer) if when == "before" else layer, 2, enable_nested_tensor=True).eval()
+        warnings.simplefilter(
+            "ignore" if norm_first else "error"
+        )  # as torch's own the first is made without a warning
+        ours = nn.TransformerEncoder(
+            replaced(layer) if when == "before" else layer, 2, enable_nested_tensor=True
+        ).eval()
     if when == "after":
         ours.layers = nn.ModuleList(replaced(each) for each in ours.layers)
     ours.load_state_dict(theirs.state_dict())
@@ -279,13 +343,16 @@ def test_torchs_inference_paths_call_it(when, padded, norm_first):
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.parametrize("average_attn_weights", [True, False])
 def test_weights_of_nested_tensors(layout, average_attn_weights):
-    """`[N, L, S]` of the longest lengths, as torch pads them in eval mode, which is all that it has; of the rows one by one else."""
+    """`[N, L, S]` of the longest lengths, as torch pads them in eval mode, which is all that it
+    has; of the rows one by one else."""
     theirs, ours = pair(batch_first=True)
     rows, others = ([torch.randn(n, E) for n in lengths] for lengths in ((2, 4, 1), (3, 1, 5)))
     x, memory = (torch.nested.nested_tensor(part, layout=layout) for part in (rows, others))
     with torch.no_grad():
         strided = torch.nested.nested_tensor(rows)
-        want = theirs.eval()(strided, strided, strided, average_attn_weights=average_attn_weights)[1]
+        want = theirs.eval()(strided, strided, strided, average_attn_weights=average_attn_weights)[
+            1
+        ]
     close(ours(x, x, x, average_attn_weights=average_attn_weights)[1], want)
     out, weights = ours(x, memory, memory, average_attn_weights=average_attn_weights)
     for one, got, row, other in zip(out.unbind(), weights, rows, others, strict=True):
@@ -301,7 +368,8 @@ def test_nested_tensors_that_are_refused(layout):
     """What they share with other modules is in tests/test_jagged.py."""
     ours = MultiheadAttention(E, H, batch_first=True)
     right, narrow, deep = (
-        torch.nested.nested_tensor([torch.randn(n, *token) for n in (2, 3)], layout=layout) for token in ((E,), (E // 2,), (2, E))
+        torch.nested.nested_tensor([torch.randn(n, *token) for n in (2, 3)], layout=layout)
+        for token in ((E,), (E // 2,), (2, E))
     )
     plain = torch.randn(2, 3, E)
     for text, args, more in (
@@ -309,7 +377,11 @@ def test_nested_tensors_that_are_refused(layout):
         ("key: got tokens of shape (6,), want (12,)", (right, narrow, narrow), {}),
         ("query: got tokens of shape (2, 12), want (12,)", (deep, right, right), {}),
         ("key, value: got nested tensors, want plain", (plain, right, right), {}),
-        ("query: got a nested tensor with more", (right, right, right), {"attn_mask": torch.zeros(3, 3)}),
+        (
+            "query: got a nested tensor with more",
+            (right, right, right),
+            {"attn_mask": torch.zeros(3, 3)},
+        ),
         ("query: got a nested tensor with more", (right, right, right), {"is_causal": True}),
     ):
         refused(lambda args=args, more=more: ours(*args, need_weights=False, **more), text)

@@ -1,10 +1,13 @@
-"""The committed mutants fit the tree: each text that one changes stands once, and its tests are there."""
+"""The committed mutants fit the tree: each text that one changes stands once, and its tests are
+there."""
 
 from collections import Counter
 
 import pytest
 
-pytest.importorskip("tomllib", reason="the lists of mutants are read with tomllib, which Python has from 3.11 on")
+pytest.importorskip(
+    "tomllib", reason="the lists of mutants are read with tomllib, which Python has from 3.11 on"
+)
 
 from tests.mutants.run import ROOT, read_all
 

@@ -1,4 +1,5 @@
-"""Attention and SelfAttention: the three forms agree, what nobody owns is never read, bad calls name what is wrong."""
+"""Attention and SelfAttention: the three forms agree, what nobody owns is never read, bad calls
+name what is wrong."""
 
 import random
 
@@ -30,13 +31,20 @@ VARIANTS = {
 def formula(module, q, k, v, mask=None):
     """`[S, Hq, D]`, `[K, Hkv, D]`, `[K, Hkv, Dv]` -> `[S, Hq, Dv]`."""
     left, right = module.window
-    rules = {"scale": module.scale, "causal": module.causal, "window_left": left, "window_right": right}
+    rules = {
+        "scale": module.scale,
+        "causal": module.causal,
+        "window_left": left,
+        "window_right": right,
+    }
     rules |= {"softcap": module.softcap, "attention_chunk": module.attention_chunk}
     return plain(q, k, v, mask, module.sinks, rules)[0]
 
 
 def core(variant="gqa", dtype=torch.float64, **more):
-    module = Attention(HQ, **{"num_kv_heads": HKV, "head_dim": D, "dtype": dtype, **VARIANTS[variant], **more})
+    module = Attention(
+        HQ, **{"num_kv_heads": HKV, "head_dim": D, "dtype": dtype, **VARIANTS[variant], **more}
+    )
     if module.sinks is not None:
         with torch.no_grad():
             module.sinks.normal_()
@@ -53,32 +61,62 @@ def heads(module, *lead, keys=None, dtype=torch.float64):
 
 
 def cache_for(module, page_size=4, num_layers=1, num_pages=64, dtype=torch.float64, length=24):
-    sizes = (num_layers, num_pages, page_size, module.num_kv_heads, module.head_dim, module.v_head_dim)
+    sizes = (
+        num_layers,
+        num_pages,
+        page_size,
+        module.num_kv_heads,
+        module.head_dim,
+        module.v_head_dim,
+    )
     columns = -(-length // page_size)
-    return poisoned(PagedCache(*sizes, max_requests=6, max_pages_per_request=columns, dtype=dtype, device="cpu"))
+    return poisoned(
+        PagedCache(*sizes, max_requests=6, max_pages_per_request=columns, dtype=dtype, device="cpu")
+    )
 
 
-# The three forms of Attention ---------------------------------------------------------------------------------------------
+# The three forms of Attention ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 def test_a_cache_with_windows_gives_the_same(page_size):
-    """Layers that see 5 tokens, from a cache that keeps no more pages than they need: forks, texts of any length, drafts taken back."""
+    """Layers that see 5 tokens, from a cache that keeps no more pages than they need: forks, texts
+    of any length, drafts taken back."""
     module, rng = core("window"), random.Random(page_size)
-    sizes = {"max_requests": 4, "max_pages_per_request": 40, "max_new_tokens": 6, "dtype": torch.float64, "device": "cpu"}
-    whole, some = (poisoned(PagedCache(2, 99, page_size, HKV, D, windows=windows, **sizes)) for windows in (None, (0, 5)))
-    assert some.k_pages[1].shape[0] < some.k_pages[0].shape[0] and some.tables[1].shape[1] < some.tables[0].shape[1]
+    sizes = {
+        "max_requests": 4,
+        "max_pages_per_request": 40,
+        "max_new_tokens": 6,
+        "dtype": torch.float64,
+        "device": "cpu",
+    }
+    whole, some = (
+        poisoned(PagedCache(2, 99, page_size, HKV, D, windows=windows, **sizes))
+        for windows in (None, (0, 5))
+    )
+    assert (
+        some.k_pages[1].shape[0] < some.k_pages[0].shape[0]
+        and some.tables[1].shape[1] < some.tables[0].shape[1]
+    )
     live = [(whole.alloc(), some.alloc())]
     for turn in range(12):
         if turn in (3, 5):
             live.append((whole.fork(live[0][0]), some.fork(live[0][1])))
         counts = [rng.randint(1, 6 if turn % 2 else 1) for _ in live]
-        of_whole, of_some = (cache.batch(ids, counts) for cache, ids in zip((whole, some), zip(*live, strict=True), strict=True))
+        of_whole, of_some = (
+            cache.batch(ids, counts)
+            for cache, ids in zip((whole, some), zip(*live, strict=True), strict=True)
+        )
         q, k, v = heads(module, sum(counts))
         with torch.no_grad():
             want = module(q, k, v, batch=of_whole, **pages_of(whole))
             for layer in (0, 1):
-                close(module(q, k, v, batch=of_some.of(some.table_of[layer]), **pages_of(some, layer)), want)
+                close(
+                    module(
+                        q, k, v, batch=of_some.of(some.table_of[layer]), **pages_of(some, layer)
+                    ),
+                    want,
+                )
         for pair in live if turn % 3 == 2 else ():
             back = rng.randint(0, counts[0] if len(live) == 1 else min(counts))
             for cache, request in zip((whole, some), pair, strict=True):
@@ -116,13 +154,26 @@ def test_packed(variant, key_lengths):
     module, lengths = core(variant), (3, 1, 5)
     q, k, v = heads(module, 9, keys=sum(key_lengths or lengths))
     more = {"cu_seqlens_k": cu(key_lengths), "max_seqlen_k": 7} if key_lengths else {}
-    parts = zip(q.split(lengths), k.split(key_lengths or lengths), v.split(key_lengths or lengths), strict=True)
+    parts = zip(
+        q.split(lengths),
+        k.split(key_lengths or lengths),
+        v.split(key_lengths or lengths),
+        strict=True,
+    )
     got = module(q, k, v, cu_seqlens_q=cu(lengths), max_seqlen_q=5, **more)
     close(got, torch.cat([formula(module, *part) for part in parts]))
 
 
 # Requests of 17, 3 and 9 tokens come and go between steps: prefill, mixed, nothing, decode.
-SCHEDULE = [([0], [5]), ([0, 1], [4, 1]), ([2, 0], [6, 1]), ([1], [0]), ([0, 1, 2], [1, 1, 1]), ([2, 1], [1, 1]), ([0, 2], [6, 1])]
+SCHEDULE = [
+    ([0], [5]),
+    ([0, 1], [4, 1]),
+    ([2, 0], [6, 1]),
+    ([1], [0]),
+    ([0, 1, 2], [1, 1, 1]),
+    ([2, 1], [1, 1]),
+    ([0, 2], [6, 1]),
+]
 
 
 @pytest.mark.parametrize("pad", [0, 3])
@@ -137,12 +188,18 @@ def test_paged_is_dense_over_the_whole_sequence(variant, page_size, pad):
     got = {r: [] for r in ids}
     for who, counts in SCHEDULE:
         requests = [ids[i] for i in who]
-        ranges = [(r, cache.length(r), cache.length(r) + n) for r, n in zip(requests, counts, strict=True)]
-        new = (torch.cat([sequences[r][i][start:stop] for r, start, stop in ranges]) for i in range(3))
+        ranges = [
+            (r, cache.length(r), cache.length(r) + n) for r, n in zip(requests, counts, strict=True)
+        ]
+        new = (
+            torch.cat([sequences[r][i][start:stop] for r, start, stop in ranges]) for i in range(3)
+        )
         query, key, value = (F.pad(x, (0, 0, 0, 0, 0, pad), value=NAN) for x in new)
         batch = cache.batch(requests, counts)
         with torch.no_grad():
-            out = module(query, key, value, batch=padded(batch, pad) if pad else batch, **pages_of(cache))
+            out = module(
+                query, key, value, batch=padded(batch, pad) if pad else batch, **pages_of(cache)
+            )
         *parts, rest = out.split([*counts, pad])
         assert rest.eq(0).all()
         for r, part in zip(requests, parts, strict=True):
@@ -165,11 +222,13 @@ def test_what_a_paged_call_is_given():
     for dtype, tolerance, more in ((torch.float32, 1e-5, {}), (torch.float8_e4m3fn, 0.15, scales)):
         cache = cache_for(module, dtype=dtype)
         with torch.no_grad():
-            got = module(q, k, v, batch=cache.batch([cache.alloc()], 5), **pages_of(cache), mask=mask, **more)
+            got = module(
+                q, k, v, batch=cache.batch([cache.alloc()], 5), **pages_of(cache), mask=mask, **more
+            )
         close(got, formula(module, q, k, v, mask[None, :, :5]), tolerance)
 
 
-# SelfAttention ------------------------------------------------------------------------------------------------------------
+# SelfAttention ------------------------------------------------------------------------------------
 
 
 LAYERS = {
@@ -178,8 +237,21 @@ LAYERS = {
     "linear": {"rope": (500.0, 4.0)},
     "llama": {"rope": (10000.0, 1.0), "num_kv_heads": 2},
     "qwen3": {"rope": (10000.0, 1.0), "num_kv_heads": 2, "qk_norm": True, "head_dim": 10},
-    "gemma2": {"rope": (10000.0, 1.0), "num_kv_heads": 2, "softcap": 4.0, "window": (5, -1), "scale": 0.2},
-    "gpt_oss": {"rope": (150000.0, 2.0), "num_kv_heads": 1, "sinks": True, "bias": True, "out_bias": True, "window": (3, 0)},
+    "gemma2": {
+        "rope": (10000.0, 1.0),
+        "num_kv_heads": 2,
+        "softcap": 4.0,
+        "window": (5, -1),
+        "scale": 0.2,
+    },
+    "gpt_oss": {
+        "rope": (150000.0, 2.0),
+        "num_kv_heads": 1,
+        "sinks": True,
+        "bias": True,
+        "out_bias": True,
+        "window": (3, 0),
+    },
 }
 
 
@@ -188,7 +260,9 @@ def layer(name="llama", dtype=torch.float64):
     rope = built.pop("rope", None)
     head_dim = built.get("head_dim", E // HQ)
     if rope is not None:
-        built["rope"] = RotaryEmbedding(head_dim, rope[0], scaling="linear" if rope[1] > 1 else "none", factor=rope[1])
+        built["rope"] = RotaryEmbedding(
+            head_dim, rope[0], scaling="linear" if rope[1] > 1 else "none", factor=rope[1]
+        )
     module = SelfAttention(E, HQ, **built, dtype=dtype)
     with torch.no_grad():
         for p in module.parameters():
@@ -209,7 +283,10 @@ def layer_formula(module, hidden, positions=None):
     k = module.k_proj(hidden).view(-1, a.num_kv_heads, a.head_dim)
     v = module.v_proj(hidden).view(-1, a.num_kv_heads, a.head_dim)
     if module.q_norm is not None:
-        q, k = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight for x, n in ((q, module.q_norm), (k, module.k_norm)))
+        q, k = (
+            x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight
+            for x, n in ((q, module.q_norm), (k, module.k_norm))
+        )
     if module.rope is not None:
         q, k = (turned(x, positions, turns(module.rope)) for x in (q, k))
     return module.o_proj(formula(a, q, k, v).flatten(1))
@@ -226,8 +303,14 @@ def test_layer_dense_packed_paged(name):
         cache = cache_for(module.attention)
         ids = [cache.alloc() for _ in lengths]
         # The tokens of hidden that come in each step, and how many they are of each request.
-        for rows, counts in (([*range(5), 8, 9], (5, 0, 2)), ([5, 7, 10], (1, 1, 1)), ([6, 11], (1, 0, 1))):
-            close(module(hidden[rows], batch=cache.batch(ids, counts), **pages_of(cache)), want[rows])
+        for rows, counts in (
+            ([*range(5), 8, 9], (5, 0, 2)),
+            ([5, 7, 10], (1, 1, 1)),
+            ([6, 11], (1, 0, 1)),
+        ):
+            close(
+                module(hidden[rows], batch=cache.batch(ids, counts), **pages_of(cache)), want[rows]
+            )
 
 
 def test_positions():
@@ -239,7 +322,10 @@ def test_positions():
         close(module(hidden, positions=at)[0], want[0])
         close(module(hidden, positions=shifted), torch.stack(want))
         packed = {"cu_seqlens": cu([2, 3]), "max_seqlen": 3}
-        close(module(hidden[0], positions=at.int(), **packed)[2:], layer_formula(module, hidden[0, 2:], at[2:]))
+        close(
+            module(hidden[0], positions=at.int(), **packed)[2:],
+            layer_formula(module, hidden[0, 2:], at[2:]),
+        )
 
 
 def test_rope_keeps_its_angles_in_half_precision():
@@ -247,7 +333,9 @@ def test_rope_keeps_its_angles_in_half_precision():
     assert not list(rope.buffers())
     q, far = torch.randn(1, HQ, D), torch.tensor([100_003])
     want = turned(q, far, turns(rope))
-    close(rope(q, q, far)[0].double(), want, tolerance=5e-2)  # float32 angles of 1e5 radians are good to 1e-2
+    close(
+        rope(q, q, far)[0].double(), want, tolerance=5e-2
+    )  # float32 angles of 1e5 radians are good to 1e-2
     got = rope.to(torch.bfloat16)(q.bfloat16(), q.bfloat16(), far)[1]
     assert got.dtype == torch.bfloat16
     close(got.double(), want, tolerance=7e-2)
@@ -266,12 +354,14 @@ def test_layer_gradients_agree():
     module = layer("gpt_oss")
     x = torch.randn(6, E, dtype=torch.float64, requires_grad=True)
     outs = layer_formula(module, x), module(x[None])[0], module(x, cu_seqlens=cu([6]), max_seqlen=6)
-    want, *found = (torch.autograd.grad(out.square().sum(), [x, *module.parameters()]) for out in outs)
+    want, *found = (
+        torch.autograd.grad(out.square().sum(), [x, *module.parameters()]) for out in outs
+    )
     for got in found:
         close(got, want)
 
 
-# Errors -------------------------------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 
 def attend(*shapes, **kwargs):
@@ -305,20 +395,30 @@ BAD = {
     "positions.dtype: got torch.float32, want int32": rotate(8, torch.zeros(1)),
     "query: got shape (3, 4, 8), want [B, S, H, D]": attend(PACKED[0], *DENSE[1:]),
     "query.shape[2]: got 5, want 4, as the module was built": attend((2, 3, 5, D), *DENSE[1:]),
-    "key.shape[3]: got 7, want 8, as the module was built": attend(DENSE[0], (2, 3, HKV, 7), DENSE[2]),
+    "key.shape[3]: got 7, want 8, as the module was built": attend(
+        DENSE[0], (2, 3, HKV, 7), DENSE[2]
+    ),
     "value.shape[2]: got 1, want 2, as the module was built": attend(*DENSE[:2], (2, 3, 1, D)),
     "max_seqlen_q: got 3, want None without cu_seqlens_q": attend(*DENSE, max_seqlen_q=3),
-    "cu_seqlens_k: got shape (2,), want None without cu_seqlens_q": attend(*DENSE, cu_seqlens_k=cu([3])),
+    "cu_seqlens_k: got shape (2,), want None without cu_seqlens_q": attend(
+        *DENSE, cu_seqlens_k=cu([3])
+    ),
     "k_pages: got shape (1,), want None without batch": attend(*DENSE, k_pages=torch.zeros(1)),
     "k_scale: got shape (1,), want None without batch": attend(*DENSE, k_scale=torch.ones(1)),
     "query: got shape (2, 3, 4, 8), want [T, H, D]": attend(*DENSE, **LENGTHS),
     "max_seqlen_q: got None, want an upper bound": attend(*PACKED, cu_seqlens_q=cu([3])),
-    "cu_seqlens_k, max_seqlen_k: got one of them, want both": attend(*PACKED, **LENGTHS, cu_seqlens_k=cu([3])),
-    "kv_end: got shape (1,), want None (dense calls only)": attend(*PACKED, **LENGTHS, kv_end=torch.ones(1)),
+    "cu_seqlens_k, max_seqlen_k: got one of them, want both": attend(
+        *PACKED, **LENGTHS, cu_seqlens_k=cu([3])
+    ),
+    "kv_end: got shape (1,), want None (dense calls only)": attend(
+        *PACKED, **LENGTHS, kv_end=torch.ones(1)
+    ),
     "k_pages, v_pages: got None, want this layer's pages": attend_paged(k_pages=None),
     "batch: got tuple, want a PagedBatch": attend_paged(batch=(1, 2)),
     "cu_seqlens_q: got shape (2,), want None with batch": attend_paged(cu_seqlens_q=cu([3])),
-    "v_pages.dtype: got float16, want float32": attend_paged(v_pages=torch.zeros(64, 4, HKV, D).half()),
+    "v_pages.dtype: got float16, want float32": attend_paged(
+        v_pages=torch.zeros(64, 4, HKV, D).half()
+    ),
     "hidden: got shape (3, 24), want [B, S, 24]": project((3, E)),
     "hidden.shape[2]: got 23, want 24": project((2, 3, E - 1)),
     "hidden: got shape (2, 3, 24), want [T, 24]": project(cu_seqlens=cu([3]), max_seqlen=3),

@@ -1,4 +1,5 @@
-"""An op carries its facts: outside its family no code asks for an op, or for an argument, by its name."""
+"""An op carries its facts: outside its family no code asks for an op, or for an argument, by its
+name."""
 
 import ast
 
@@ -10,7 +11,8 @@ from tests.helpers import sources
 
 ROOMS = ("core", "measured", "tune", "bench", "cli", "testing", "lowering", "graphs")
 
-# Suites of the benchmark, a demo and passes have ops of their own, and configs a field of this name.
+# Suites of the benchmark, a demo and passes have ops of their own, and configs a field of this
+# name.
 NAMED = {
     "attnops.bench.decode",
     "attnops.bench.engines",
@@ -38,7 +40,8 @@ OTHER_WORDS = {
     "attnops.graphs.inputs": "fields of a PagedBatch",
     "attnops.graphs.split": "torch.fx has output nodes, torch a squeeze",
 }
-# Those that do name arguments: passes, of torch's own modules and of the ops that they write, and the rules of attention.
+# Those that do name arguments: passes, of torch's own modules and of the ops that they write, and
+# the rules of attention.
 NAMED_ARGUMENTS = {
     "attnops.core.tensors",
     "attnops.lowering.fuse_norm_linear_pass",
@@ -63,7 +66,11 @@ def looked_at():
 
 def named(path, names=OPS):
     """The ops, or other names, that a file's string constants are."""
-    constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+    constants = (
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+    )
     return {value for value in constants if isinstance(value, str) and value in names}
 
 

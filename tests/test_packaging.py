@@ -1,4 +1,5 @@
-"""The sdist holds the repository and the wheel the package, both under the tag's version, and the index page's links lead somewhere."""
+"""The sdist holds the repository and the wheel the package, both under the tag's version, and the
+index page's links lead somewhere."""
 
 import inspect
 import json
@@ -22,11 +23,29 @@ from tests.helpers import ROOT, sources
 from tests.test_docs import FENCE
 
 for module in ["build", "setuptools_scm", "twine"]:
-    pytest.importorskip(module, reason=f"the extra dev brings {module}, which makes or checks the distributions")
+    pytest.importorskip(
+        module, reason=f"the extra dev brings {module}, which makes or checks the distributions"
+    )
 
-ENV = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "SETUPTOOLS_SCM_"))}
-ENV |= {"PYTHONWARNINGS": "ignore", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
+ENV = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("GIT_", "SETUPTOOLS_SCM_"))
+}
+ENV |= {
+    "PYTHONWARNINGS": "ignore",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_SYSTEM": os.devnull,
+}
+GIT = (
+    "git",
+    "-c",
+    "user.name=test",
+    "-c",
+    "user.email=test@localhost",
+    "-c",
+    "commit.gpgsign=false",
+)
 STATES = {
     "no git": [],
     "no tag": [("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "all")],
@@ -50,11 +69,14 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A repository of its own with today's files, what it calls itself, and its distributions under the tag v0.2.0."""
+    """A repository of its own with today's files, what it calls itself, and its distributions under
+    the tag v0.2.0."""
     if not (ROOT / ".git").exists():
         pytest.skip("the sources are not a git checkout, which lists the files")
     tree, dist = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    listed = run(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
+    ).splitlines()
     files = {name for name in listed if os.path.lexists(ROOT / name)}
     for name in files:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +92,8 @@ def made(tmp_path_factory):
 
 
 def packaged(module, filename):
-    """The name a module's file has in a wheel; `attnops.lowering` lies in a folder of another name in the tree."""
+    """The name a module's file has in a wheel; `attnops.lowering` lies in a folder of another name
+    in the tree."""
     return module.replace(".", "/") + ("/__init__.py" if filename == "__init__.py" else ".py")
 
 
@@ -78,14 +101,21 @@ def packaged(module, filename):
 def test_versions_come_from_tags(made):
     assert made.versions.pop("tag") == "0.2.0" and made.versions.pop("no git") == "0.0"
     assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]{7,}", made.versions["no tag"])
-    assert [path.name for path in made.names] == ["attnops-0.2.0-py3-none-any.whl", "attnops-0.2.0.tar.gz"]
+    assert [path.name for path in made.names] == [
+        "attnops-0.2.0-py3-none-any.whl",
+        "attnops-0.2.0.tar.gz",
+    ]
 
 
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_no_more(made):
     with zipfile.ZipFile(made.names[0]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    data = {name for name in made.files if name.startswith("attnops/") and name.endswith((".json", "py.typed"))}
+    data = {
+        name
+        for name in made.files
+        if name.startswith("attnops/") and name.endswith((".json", "py.typed"))
+    }
     assert {"attnops/py.typed", "attnops/tables/h200.json"} < data
     assert names == data | {packaged(module, path.name) for module, path in sources().items()}
 
@@ -93,23 +123,37 @@ def test_the_wheel_holds_the_package_and_no_more(made):
 @pytest.mark.slow
 def test_the_sdist_holds_the_repository(made):
     with tarfile.open(made.names[1]) as archive:
-        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+        names = {
+            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
+        }
     links = {name for name in made.files if (ROOT / name).is_symlink()}
     assert links == {"attnops/graphs", "attnops/lowering"}
-    followed = {f"attnops/{name}" for name in made.files if name.startswith(("graphs/", "lowering/"))}
+    followed = {
+        f"attnops/{name}" for name in made.files if name.startswith(("graphs/", "lowering/"))
+    }
     assert made.files - links | followed <= names, sorted(made.files - links - names)
 
 
 @pytest.mark.slow
 def test_the_index_page(made):
-    """Its links are absolute and lead into the repository; code is as in README; twine finds no fault."""
+    """Its links are absolute and lead into the repository; code is as in README; twine finds no
+    fault."""
     run(sys.executable, "-m", "twine", "check", "--strict", *map(str, made.names), cwd=made.tree)
     with zipfile.ZipFile(made.names[0]) as archive:
         metadata = Parser().parsestr(archive.read("attnops-0.2.0.dist-info/METADATA").decode())
-    page, home = metadata.get_payload(), dict(line.split(", ") for line in metadata.get_all("Project-URL"))["Homepage"]
+    page, home = (
+        metadata.get_payload(),
+        dict(line.split(", ") for line in metadata.get_all("Project-URL"))["Homepage"],
+    )
     targets = re.findall(r"""(?:\]\(|src(?:set)?="|href=")([^)"\s]+)""", FENCE.sub("", page))
-    assert len(targets) > 5 and all(target.startswith(("https://", "http://", "#")) for target in targets), targets
-    ours = [re.fullmatch(r"(?:blob|raw)/HEAD/([^#?]+).*", t.removeprefix(f"{home}/")) for t in targets if t.startswith(f"{home}/")]
+    assert len(targets) > 5 and all(
+        target.startswith(("https://", "http://", "#")) for target in targets
+    ), targets
+    ours = [
+        re.fullmatch(r"(?:blob|raw)/HEAD/([^#?]+).*", t.removeprefix(f"{home}/"))
+        for t in targets
+        if t.startswith(f"{home}/")
+    ]
     assert not [match[1] for match in ours if match and not (ROOT / match[1]).exists()]
     assert FENCE.findall(page) == FENCE.findall((ROOT / "README.md").read_text())
 
@@ -181,12 +225,27 @@ def test_type_checkers_find_the_package_and_the_names_of_handles(install, made, 
 
 def test_sources_that_are_not_installed_have_a_version():
     code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['VERSION'])"
-    assert run(sys.executable, "-I", "-S", "-c", code, str(ROOT / "attnops" / "version.py"), cwd=ROOT) == "0+unknown"
+    assert (
+        run(sys.executable, "-I", "-S", "-c", code, str(ROOT / "attnops" / "version.py"), cwd=ROOT)
+        == "0+unknown"
+    )
 
 
 def test_the_address_is_one():
-    [home] = re.findall(r'^URL = "https://github\.com/([^"]+)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *ROOT.glob("docs/*.*"), *(ROOT / ".github").rglob("*.*")]
-    texts = {page: page.read_text() for page in pages if page.suffix in (".md", ".cff", ".py", ".yml")}
-    others = {page.name: set(re.findall(r"github\.com/([\w-]+/attnops)\b", text)) - {home} for page, text in texts.items()}
+    [home] = re.findall(
+        r'^URL = "https://github\.com/([^"]+)"', (ROOT / "setup.py").read_text(), re.MULTILINE
+    )
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*.cff"),
+        *ROOT.glob("docs/*.*"),
+        *(ROOT / ".github").rglob("*.*"),
+    ]
+    texts = {
+        page: page.read_text() for page in pages if page.suffix in (".md", ".cff", ".py", ".yml")
+    }
+    others = {
+        page.name: set(re.findall(r"github\.com/([\w-]+/attnops)\b", text)) - {home}
+        for page, text in texts.items()
+    }
     assert not {name: found for name, found in others.items() if found}

@@ -17,7 +17,11 @@ class Attention(nn.Module):
     def __init__(self, bias=True):
         super().__init__()
         more = {"bias": bias}
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(K, 32, **more), nn.Linear(K, 16, **more), nn.Linear(K, 16, **more)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(K, 32, **more),
+            nn.Linear(K, 16, **more),
+            nn.Linear(K, 16, **more),
+        )
         self.norm = nn.LayerNorm(16)
         self.o_proj = nn.Linear(16, K, **more)
 
@@ -43,7 +47,9 @@ def test_weights_become_slices_of_one_memory(bias):
     same(model, before)
     assert all(a is b and b.is_leaf for a, b in zip(model.parameters(), objects, strict=True))
     assert [p.requires_grad for p in model[1].q_proj.parameters()] == [False, True][: 1 + bias]
-    assert [g.linears for g in packed.groups] == [(f"{i}.q_proj", f"{i}.k_proj", f"{i}.v_proj") for i in range(2)]
+    assert [g.linears for g in packed.groups] == [
+        (f"{i}.q_proj", f"{i}.k_proj", f"{i}.v_proj") for i in range(2)
+    ]
     assert packed.groups[0].rows == (32, 16, 16)
     assert packed.bytes_moved == 2 * 4 * 64 * (K + bias) and packed.holds() and not packed.skipped
     weights = [linear.weight for linear in (model[0].q_proj, model[0].k_proj, model[0].v_proj)]
@@ -57,12 +63,18 @@ def test_again_and_back():
     packed = pack_linears(model)
     places = [p.data_ptr() for p in model.parameters()]
     again = pack_linears(model)
-    assert again.bytes_moved == 0 and [g.rows for g in again.groups] == [(32, 16, 16)] and not again.groups[0].moved
+    assert (
+        again.bytes_moved == 0
+        and [g.rows for g in again.groups] == [(32, 16, 16)]
+        and not again.groups[0].moved
+    )
     assert [p.data_ptr() for p in model.parameters()] == places
     for _ in range(2):
         packed.unpack()
         same(model, before)
-        assert not packed.holds() and all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+        assert not packed.holds() and all(
+            p.untyped_storage().nbytes() == p.nbytes for p in model.parameters()
+        )
 
 
 def test_a_weight_that_went_is_fetched():
@@ -148,10 +160,18 @@ ODD = {
     "beside a buffer": (beside, {"k_proj"}, "something else"),
     "overlapping": (overlapping, {"v_proj"}, "something else"),
     "hook": (lambda m: m.k_proj.register_forward_hook(lambda *_: None), {"k_proj"}, "hooks"),
-    "parametrised": (lambda m: parametrizations.weight_norm(m.k_proj), {"k_proj"}, "ParametrizedLinear"),
+    "parametrised": (
+        lambda m: parametrizations.weight_norm(m.k_proj),
+        {"k_proj"},
+        "ParametrizedLinear",
+    ),
     "tensor": (typed, {"k_proj"}, "Typed"),
     "meta": (lambda m: m.k_proj.to("meta"), {"k_proj"}, "meta"),
-    "strides": (lambda m: setattr(m.k_proj.weight, "data", torch.randn(K, 16).t()), {"k_proj"}, "contiguous"),
+    "strides": (
+        lambda m: setattr(m.k_proj.weight, "data", torch.randn(K, 16).t()),
+        {"k_proj"},
+        "contiguous",
+    ),
     "shared": (lambda m: m.k_proj.share_memory(), {"k_proj"}, "shared"),
     "bytes": (lambda m: setattr(m, "k_proj", nn.Linear(K, 15)), {"k_proj"}, "16"),
 }
@@ -166,7 +186,9 @@ def test_what_may_not_be_moved(make, names, why):
     assert set(packed.skipped) == names and all(why in text for text in packed.skipped.values())
     rest = tuple(n for n in ("q_proj", "k_proj", "v_proj") if n not in names)
     assert [g.linears for g in packed.groups] == ([rest] if len(rest) > 1 else [])
-    assert all(p.data_ptr() == places[n] for n, p in model.named_parameters() if n.split(".")[0] in names)
+    assert all(
+        p.data_ptr() == places[n] for n, p in model.named_parameters() if n.split(".")[0] in names
+    )
 
 
 def module(**children):
@@ -177,16 +199,26 @@ def module(**children):
 
 
 def test_groups_are_alike():
-    odd = {"c": nn.Linear(K, 8, dtype=torch.bfloat16), "d": nn.Linear(16, 8), "f": nn.Embedding(8, K)}
-    model = module(a=nn.Linear(K, 8), b=nn.Linear(K, 8, bias=False), **odd, e=nn.Linear(K, 16, bias=False))
+    odd = {
+        "c": nn.Linear(K, 8, dtype=torch.bfloat16),
+        "d": nn.Linear(16, 8),
+        "f": nn.Embedding(8, K),
+    }
+    model = module(
+        a=nn.Linear(K, 8), b=nn.Linear(K, 8, bias=False), **odd, e=nn.Linear(K, 16, bias=False)
+    )
     assert [g.linears for g in pack_linears(model).groups] == [("b", "e")]
 
 
 def test_a_linear_of_two_parents_stays():
     child = nn.Linear(K, 16)
-    model = nn.Sequential(module(a=child, b=nn.Linear(K, 16)), module(a=nn.Linear(K, 16), b=child, c=nn.Linear(K, 16)))
+    model = nn.Sequential(
+        module(a=child, b=nn.Linear(K, 16)), module(a=nn.Linear(K, 16), b=child, c=nn.Linear(K, 16))
+    )
     packed = pack_linears(model)
-    assert [g.linears for g in packed.groups] == [("1.a", "1.c")] and set(packed.skipped.values()) == {"it is tied"}
+    assert [g.linears for g in packed.groups] == [("1.a", "1.c")] and set(
+        packed.skipped.values()
+    ) == {"it is tied"}
 
 
 @pytest.mark.parametrize("container", [lambda x: nn.Sequential(*x), nn.ModuleList])
@@ -198,7 +230,11 @@ def test_one_group_more_of_memory(monkeypatch):
     """Old memory is let go of group by group."""
     model = nn.Sequential(*(Attention(bias=False) for _ in range(6)))
     expired, new_empty = torch.UntypedStorage._expired, torch.Tensor.new_empty
-    old = [p.untyped_storage()._weak_ref() for p in model.parameters() if p.shape[-1] == K and p.dim() == 2]
+    old = [
+        p.untyped_storage()._weak_ref()
+        for p in model.parameters()
+        if p.shape[-1] == K and p.dim() == 2
+    ]
     gone = []
 
     def watched(tensor, *args, **kwargs):

@@ -1,4 +1,5 @@
-"""Kernels of third parties that raise, lie, or take in what they do not know: each is a refusal, or an error of its own."""
+"""Kernels of third parties that raise, lie, or take in what they do not know: each is a refusal, or
+an error of its own."""
 
 import ast
 import itertools
@@ -61,7 +62,9 @@ def run(call):
 
 def theirs(name="theirs", op="attention", **more):
     """Register a kernel of a third party."""
-    return register(Kernel(**{"name": name, "op": op, "run": run, "dtypes": (torch.float32,)} | more))
+    return register(
+        Kernel(**{"name": name, "op": op, "run": run, "dtypes": (torch.float32,)} | more)
+    )
 
 
 def raises(error):
@@ -77,7 +80,9 @@ def lab(monkeypatch):
     lab = Registry(generation=next(_unique))
     monkeypatch.setattr(registry_module, "_REGISTRY", lab)
     monkeypatch.setattr(eager_cache, "_REGISTRY", lab)
-    register(replace(kernels_of_real["reference"], name="good", judge=False, cost_us=lambda p: 100.0))
+    register(
+        replace(kernels_of_real["reference"], name="good", judge=False, cost_us=lambda p: 100.0)
+    )
     return lab
 
 
@@ -89,7 +94,7 @@ PLACES = {
     "cost_us": lambda f: {"cost_us": f},
     "workspace_bytes": lambda f: {"workspace_bytes": f},
     "inline.when": lambda f: {"inline": Inline(f)},
-}  # fmt: skip
+}
 ERRORS = [
     ValueError("boom"),
     KeyError(3),
@@ -136,7 +141,9 @@ NO_SIZES = (-1, 1.5, None, "8", math.nan)
 def test_a_number_that_is_none_is_a_refusal(lab, field, value):
     theirs(**{field: lambda p: value})
     decision = select(PLAIN)
-    assert decision.kernel.name == "good" and [r.field for r in decision.refused["theirs"]] == [f"theirs.{field}"]
+    assert decision.kernel.name == "good" and [r.field for r in decision.refused["theirs"]] == [
+        f"theirs.{field}"
+    ]
 
 
 @pytest.mark.parametrize("answer", [True, False, "no", 0, ()], ids=repr)
@@ -161,11 +168,14 @@ def test_what_failed_is_asked_again_and_what_answered_is_not(lab):
 
 
 def test_a_plan_is_priced_with_the_call(lab):
-    theirs(cost_us=lambda p: 1.0 if p.step.plan == "none" else math.nan, plan=Plan(device=raises(ValueError())))
+    theirs(
+        cost_us=lambda p: 1.0 if p.step.plan == "none" else math.nan,
+        plan=Plan(device=raises(ValueError())),
+    )
     assert [r.field for r in select(PLAIN).refused["theirs"]] == ["theirs.cost_us"]
 
 
-# Misspelt -------------------------------------------------------------------------------------------------------------
+# Misspelt -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -184,18 +194,33 @@ def test_a_plan_is_priced_with_the_call(lab):
     ],
 )
 def test_a_misspelt_need_is_an_error_where_it_is_built(build):
-    with pytest.raises(RegistrationError, match=r"(need|package theirs): .*got .*, (which is of type .*, )?want "):
+    with pytest.raises(
+        RegistrationError, match=r"(need|package theirs): .*got .*, (which is of type .*, )?want "
+    ):
         build()
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("needs", one_of("head_dim", 64)), ("needs", (without("mask"),)), ("packages", ("torch",)), ("run", None), ("run", type),
-        ("capture", "never"), ("tolerance", Tolerance(0.0)), ("tolerance", 1.0), ("cost_us", 1.0), ("probe", True), ("inline", True),
-        ("workspace_bytes", 8), ("dtypes", ()), ("dtypes", ("float32",)), ("kv_dtypes", ()), ("takes", ("mask",)),
+        ("needs", one_of("head_dim", 64)),
+        ("needs", (without("mask"),)),
+        ("packages", ("torch",)),
+        ("run", None),
+        ("run", type),
+        ("capture", "never"),
+        ("tolerance", Tolerance(0.0)),
+        ("tolerance", 1.0),
+        ("cost_us", 1.0),
+        ("probe", True),
+        ("inline", True),
+        ("workspace_bytes", 8),
+        ("dtypes", ()),
+        ("dtypes", ("float32",)),
+        ("kv_dtypes", ()),
+        ("takes", ("mask",)),
     ],
-)  # fmt: skip
+)
 def test_a_field_of_another_kind_is_an_error_at_registration(lab, field, value):
     before = {op: dict(table) for op, table in lab.kernels.items()}
     with pytest.raises(RegistrationError, match=f"kernel theirs: {field} got "):
@@ -210,7 +235,7 @@ def test_a_core_that_is_no_schema_leaves_no_trace():
     assert (tuple(kernels_of("merge_state")), torch.ops.attnops.merge_state.overloads()) == before
 
 
-# Beside calls ---------------------------------------------------------------------------------------------------------
+# Beside calls -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["attention", "merge_state"])
@@ -231,11 +256,15 @@ def test_a_kernel_may_be_registered_while_a_call_selects(lab, op):
     assert all_kernels() == (*before, *arrived)
 
 
-# All or none ----------------------------------------------------------------------------------------------------------
+# All or none --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in the module", "in a listener"])
-@pytest.mark.parametrize("error", [ValueError("later"), SystemExit(1), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("later"), SystemExit(1), KeyboardInterrupt()],
+    ids=lambda e: type(e).__name__,
+)
 def test_kernels_of_one_module_count_together(lab, error, late):
     heard = []
     lab.listeners.append(raises(error) if late else lambda k: heard.append(k.name))
@@ -245,7 +274,12 @@ def test_kernels_of_one_module_count_together(lab, error, late):
         assert "first" in kernels_of("attention")
         if not late:
             raise error
-    assert list(kernels_of("attention")) == ["good"] and not kernels_of("merge_state") and not heard and lab.waiting is None
+    assert (
+        list(kernels_of("attention")) == ["good"]
+        and not kernels_of("merge_state")
+        and not heard
+        and lab.waiting is None
+    )
     lab.listeners[-1] = lambda k: heard.append(k.name)
     with together():
         theirs("first")
@@ -258,14 +292,32 @@ from attnops.core.kernel import *
 from attnops.core.kernel import Kernel, register
 def run(call): return call.query, call.query
 def theirs(name, op="attention", **more): register(Kernel(name, op, run, dtypes=(torch.float32,), **more))
-"""
+"""  # noqa: E501
 BROKEN = {
-    "two_then_raises": (HEAD + "theirs('one_t')\ntheirs('two', 'merge_state')\n1 / 0  # [/t]", "ZeroDivisionError"),
-    "two_then_exits": (HEAD + "theirs('one_e')\ntheirs('two')\nraise SystemExit(3)", "SystemExit: 3"),
-    "second_is_misspelt": (HEAD + "theirs('one_m')\ntheirs('two_m', 'atention')", "RegistrationError: kernel two_m: op got"),
-    "need_is_misspelt": (HEAD + "theirs('one_n', needs=without('soft_cap'))", "RegistrationError: need"),
-    "wants_a_package": ("import surely_not_installed", "ModuleNotFoundError: No module named 'surely_not_installed'"),
-    "wrong_contract": (HEAD + "theirs('old', contract=99)", "ContractMismatch: kernel old: contract got 99, want"),
+    "two_then_raises": (
+        HEAD + "theirs('one_t')\ntheirs('two', 'merge_state')\n1 / 0  # [/t]",
+        "ZeroDivisionError",
+    ),
+    "two_then_exits": (
+        HEAD + "theirs('one_e')\ntheirs('two')\nraise SystemExit(3)",
+        "SystemExit: 3",
+    ),
+    "second_is_misspelt": (
+        HEAD + "theirs('one_m')\ntheirs('two_m', 'atention')",
+        "RegistrationError: kernel two_m: op got",
+    ),
+    "need_is_misspelt": (
+        HEAD + "theirs('one_n', needs=without('soft_cap'))",
+        "RegistrationError: need",
+    ),
+    "wants_a_package": (
+        "import surely_not_installed",
+        "ModuleNotFoundError: No module named 'surely_not_installed'",
+    ),
+    "wrong_contract": (
+        HEAD + "theirs('old', contract=99)",
+        "ContractMismatch: kernel old: contract got 99, want",
+    ),
     "taken_name": (HEAD + "theirs('sdpa')", "RegistrationError: kernel name: got 'sdpa'"),
     "syntax": ("def f(:", "SyntaxError"),
 }
@@ -273,7 +325,10 @@ BROKEN = {
 FAILING = {
     "in_needs": (HEAD + "def f(p): raise SystemExit\ntheirs('in_needs', needs=(f,))", "needs"),
     "in_cost": (HEAD + "theirs('in_cost', cost_us=lambda p: 1 / 0)", "cost_us"),
-    "in_probe": (HEAD + "def f(t): raise OSError('no [/driver]')\ntheirs('in_probe', probe=f)", "probe"),
+    "in_probe": (
+        HEAD + "def f(t): raise OSError('no [/driver]')\ntheirs('in_probe', probe=f)",
+        "probe",
+    ),
     "priceless": (HEAD + "theirs('priceless', cost_us=lambda p: float('nan'))", "cost_us"),
 }
 """Kernels that fail when they are asked, and where."""
@@ -283,7 +338,9 @@ def test_installed_plugins_that_fail_harm_no_call_no_doctor_and_no_import(tmp_pa
     for name, (source, _) in (BROKEN | FAILING).items():
         env = installed(tmp_path, name, source)
     installed(tmp_path, "no_text", "")
-    (tmp_path / "no_text-1.0.dist-info" / "entry_points.txt").write_text("[attnops.kernels]\nnothing_here = :::\n")
+    (tmp_path / "no_text-1.0.dist-info" / "entry_points.txt").write_text(
+        "[attnops.kernels]\nnothing_here = :::\n"
+    )
     code = """
 import json, torch, attnops
 from attnops.cli import doctor
@@ -307,7 +364,9 @@ print(json.dumps({n: [r.field for r in rs] for n, rs in found.sites[0].decision.
 """
     names, broken, refused = ready_process(code, env=env).rpartition("names\n")[2].splitlines()
     attention, merge = ast.literal_eval(names.replace("] [", "], ["))
-    assert sorted(attention) == sorted([*kernels_of_real, *FAILING]) and merge == list(kernels_of("merge_state"))
+    assert sorted(attention) == sorted([*kernels_of_real, *FAILING]) and merge == list(
+        kernels_of("merge_state")
+    )
     texts = {name.partition(" ")[0]: text for name, text in ast.literal_eval(broken).items()}
     assert texts.keys() == {*BROKEN, "nothing_here"}
     assert all(texts[name].startswith(reason) for name, (_, reason) in BROKEN.items()), texts
@@ -315,7 +374,7 @@ print(json.dumps({n: [r.field for r in rs] for n, rs in found.sites[0].decision.
     assert all(f"{name}.{place}" in reasons[name] for name, (_, place) in FAILING.items()), reasons
 
 
-# Results --------------------------------------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 def right(call):
@@ -323,16 +382,35 @@ def right(call):
 
 
 PROMISES_BROKEN = {
-    "result got a tensor, want a tuple of 2: output, lse": ("attention", lambda call: right(call)[0]),
-    "result got a tuple of 3, want a tuple of 2: output, lse": ("attention", lambda call: (*right(call), None)),
-    "output.shape got (3, 2, 8), want (1, 3, 2, 8)": ("attention", lambda call: (call.query[0].clone(), right(call)[1])),
-    "output.dtype got float64, want float32": ("attention", lambda call: (right(call)[0].double(), right(call)[1])),
-    "output.stride() got (48, 8, 24, 1), want (48, 16, 8, 1)": (
-        "attention", lambda call: (torch.zeros(1, 2, 3, 8).transpose(1, 2), right(call)[1]),
+    "result got a tensor, want a tuple of 2: output, lse": (
+        "attention",
+        lambda call: right(call)[0],
     ),
-    "output.device got meta, want cpu": ("attention", lambda call: (right(call)[0].to("meta"), right(call)[1])),
-    "result got a tensor, want None, because the op writes into its arguments": ("write_kv", lambda call: call.k_pages),
-}  # fmt: skip
+    "result got a tuple of 3, want a tuple of 2: output, lse": (
+        "attention",
+        lambda call: (*right(call), None),
+    ),
+    "output.shape got (3, 2, 8), want (1, 3, 2, 8)": (
+        "attention",
+        lambda call: (call.query[0].clone(), right(call)[1]),
+    ),
+    "output.dtype got float64, want float32": (
+        "attention",
+        lambda call: (right(call)[0].double(), right(call)[1]),
+    ),
+    "output.stride() got (48, 8, 24, 1), want (48, 16, 8, 1)": (
+        "attention",
+        lambda call: (torch.zeros(1, 2, 3, 8).transpose(1, 2), right(call)[1]),
+    ),
+    "output.device got meta, want cpu": (
+        "attention",
+        lambda call: (right(call)[0].to("meta"), right(call)[1]),
+    ),
+    "result got a tensor, want None, because the op writes into its arguments": (
+        "write_kv",
+        lambda call: call.k_pages,
+    ),
+}
 
 
 @pytest.mark.parametrize("text", PROMISES_BROKEN)
@@ -356,10 +434,14 @@ def test_a_kernel_whose_first_results_were_right_is_not_checked_again(lab):
     assert attnops.attention(q, q, q) == "unchecked"
 
 
-# Features that a plug-in does not know --------------------------------------------------------------------------------
+# Features that a plug-in does not know ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [c for op in ("attention", "varlen_attention", "paged_attention") for c in CASES[op]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [c for op in ("attention", "varlen_attention", "paged_attention") for c in CASES[op]],
+    ids=str,
+)
 def test_a_kernel_that_lists_nothing_knows_nothing(case):
     problem = case.call().problem
     asked = {refusal.field for refusal, _ in features(problem)}
@@ -371,7 +453,9 @@ def test_a_kernel_that_lists_nothing_knows_nothing(case):
 
 
 @pytest.mark.parametrize(
-    "options", [{"softcap": 30.0}, {"window": (1, -1)}, {"mask": torch.ones(1, 1, 3, 3, dtype=torch.bool)}], ids=lambda o: next(iter(o))
+    "options",
+    [{"softcap": 30.0}, {"window": (1, -1)}, {"mask": torch.ones(1, 1, 3, 3, dtype=torch.bool)}],
+    ids=lambda o: next(iter(o)),
 )
 def test_it_is_never_handed_what_it_does_not_know(lab, options):
     handed = []
@@ -387,15 +471,38 @@ def test_it_is_never_handed_what_it_does_not_know(lab, options):
     assert not handed
     for _ in range(3):
         attnops.attention(q, q, q)
-    assert len(handed) == 3 and all(call.softcap == 0 and call.sinks is call.mask is None for call in handed)
+    assert len(handed) == 3 and all(
+        call.softcap == 0 and call.sinks is call.mask is None for call in handed
+    )
 
 
-# Versions -------------------------------------------------------------------------------------------------------------
+# Versions -----------------------------------------------------------------------------------------
 
 VERSIONS = [
-    "0.4.0rc1", "0.4.0", "0.4", "0.4.0.post1", "0.4.0.dev3", "0.4.0rc1.dev2", "0.4.0b2.post3", "0.4.0+cu130", "0.4.0rc1+cu130", "1!0.1",
-    "4.0.0b36", "4.0.0", "v1.0", "1.0-1", "1.0.post1.dev2", "2.11.0a0+git1", "10.0", "9.9", "0.4.7rc1", "1", "1.0c1", " 1.0 ", "0",
-]  # fmt: skip
+    "0.4.0rc1",
+    "0.4.0",
+    "0.4",
+    "0.4.0.post1",
+    "0.4.0.dev3",
+    "0.4.0rc1.dev2",
+    "0.4.0b2.post3",
+    "0.4.0+cu130",
+    "0.4.0rc1+cu130",
+    "1!0.1",
+    "4.0.0b36",
+    "4.0.0",
+    "v1.0",
+    "1.0-1",
+    "1.0.post1.dev2",
+    "2.11.0a0+git1",
+    "10.0",
+    "9.9",
+    "0.4.7rc1",
+    "1",
+    "1.0c1",
+    " 1.0 ",
+    "0",
+]
 WRONG = ("", "unknown", "1.x", "1.0+", "1.0 beta", "==1.0", "1" * 300, "١.٠")
 
 
@@ -403,9 +510,14 @@ WRONG = ("", "unknown", "1.x", "1.0+", "1.0 beta", "==1.0", "1" * 300, "١.٠")
 def test_versions_lie_in_bounds_as_packaging_says(a):
     for bound in map(Theirs, VERSIONS):
         public = str(bound.public)
-        assert within(a, public, "") == SpecifierSet(f">={public}", prereleases=True).contains(a), (a, public)
+        assert within(a, public, "") == SpecifierSet(f">={public}", prereleases=True).contains(a), (
+            a,
+            public,
+        )
         if not bound.is_postrelease:  # about whose pre-releases packaging has changed its mind
-            assert within(a, "", public) == SpecifierSet(f"<{public}", prereleases=True).contains(a), (a, public)
+            assert within(a, "", public) == SpecifierSet(f"<{public}", prereleases=True).contains(
+                a
+            ), (a, public)
 
 
 @pytest.mark.parametrize("text", WRONG)
@@ -417,12 +529,17 @@ def test_what_is_no_version_lies_in_no_bounds(text):
 def test_a_pre_release_is_older_than_its_release(monkeypatch):
     monkeypatch.setattr("attnops.core.needs._installed", lambda module: True)
     monkeypatch.setattr("attnops.core.needs._version", lambda dist: "0.4.0rc1")
-    assert Package("theirs", ("theirs",), "0.4.0").missing(Target()) == Refusal("package", "theirs 0.4.0rc1", ">= 0.4.0")
+    assert Package("theirs", ("theirs",), "0.4.0").missing(Target()) == Refusal(
+        "package", "theirs 0.4.0rc1", ">= 0.4.0"
+    )
     assert Package("theirs", ("theirs",), "0.4.0rc1").missing(Target()) is None
 
 
 def test_versions_compare_where_torch_has_no_copy_of_packaging():
     block = "import sys, torch; sys.modules['torch._vendor.packaging.version'] = None; "
     compared = "within('0.4.0rc1', '0.3', '0.4'), within('0.3', '0.3', '')"
-    code = f"{block}from attnops.core.needs import Version, within; print(Version.__module__, {compared})"
+    code = (
+        f"{block}from attnops.core.needs import Version, within; print(Version.__module__, "
+        f"{compared})"
+    )
     assert torch_process(code).split() == ["packaging.version", "False", "True"]

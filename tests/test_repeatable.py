@@ -1,4 +1,5 @@
-"""torch.use_deterministic_algorithms: kernels whose bits differ from run to run say so, and are not chosen under it."""
+"""torch.use_deterministic_algorithms: kernels whose bits differ from run to run say so, and are not
+chosen under it."""
 
 import ast
 import warnings
@@ -35,7 +36,7 @@ def asked(mode):
         torch.set_deterministic_debug_mode(before)
 
 
-# The choice, by every table -------------------------------------------------------------------------------------------
+# The choice, by every table -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", GPUS, ids=str)
@@ -43,16 +44,35 @@ def asked(mode):
 @pytest.mark.parametrize("op", GRADIENTS)
 def test_gradients_repeat_their_bits_on_every_gpu(op, mode, target):
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
-    changes = ({}, {"window": (1023, -1)}, {"softcap": True}, {"mask": "additive"}, {"lse_grad": True})
+    changes = (
+        {},
+        {"window": (1023, -1)},
+        {"softcap": True},
+        {"mask": "additive"},
+        {"lse_grad": True},
+    )
     for dtype in dtypes:
         for change in changes:
             problem = altered(problems(op, target)[0], dtype=dtype, kv_dtype=dtype, **change)
             free, found = select(problem), select(altered(problem, repeatable=mode))
-            assert free.kernel is not None and found.kernel is not None and not found.kernel.unrepeated(found.problem)
+            assert (
+                free.kernel is not None
+                and found.kernel is not None
+                and not found.kernel.unrepeated(found.problem)
+            )
 
 
-NEVER = {"attention_backward.cudnn", "paged_attention.trtllm", "varlen_attention.trtllm", "mla_attention.trtllm_mla"}
-TORCHS = {"attention_backward.aten_flash", "varlen_attention_backward.aten_flash", "attention_backward.mem_efficient"}
+NEVER = {
+    "attention_backward.cudnn",
+    "paged_attention.trtllm",
+    "varlen_attention.trtllm",
+    "mla_attention.trtllm_mla",
+}
+TORCHS = {
+    "attention_backward.aten_flash",
+    "varlen_attention_backward.aten_flash",
+    "attention_backward.mem_efficient",
+}
 TURNS = {"attention_backward.fa4", "varlen_attention_backward.fa4"}
 
 
@@ -79,17 +99,24 @@ def test_cudnn_loses_its_gradients_where_it_is_the_fastest():
     """Or the test above would prove nothing. Neither do forwards pay for the flag."""
     problem = altered(problems("attention_backward", GPUS[0])[0], repeatable="must")
     assert [r.field for r in select(problem).refused["cudnn"]] == ["repeatable"]
-    others = [k.name for k in kernels_of(problem.op).values() if k.name not in ("cudnn", "reference")]
+    others = [
+        k.name for k in kernels_of(problem.op).values() if k.name not in ("cudnn", "reference")
+    ]
     usual = altered(problem, repeatable="no")
     policy = f"deny={','.join(others)}"
-    assert select(usual, policy).kernel.name == "cudnn" and select(problem, policy).kernel.name == "reference"
+    assert (
+        select(usual, policy).kernel.name == "cudnn"
+        and select(problem, policy).kernel.name == "reference"
+    )
 
 
 def test_the_time_of_turns_ranks_fa4():
     problem = problems("attention_backward", GPUS[0])[0]
     free, steady = (select(altered(problem, repeatable=mode)).costs for mode in ("no", "must"))
     fa4 = kernels_of("attention_backward")["fa4"]
-    assert steady["fa4"].us / free["fa4"].us == pytest.approx(fa4.steady_us(problem) / fa4.cost_us(problem))
+    assert steady["fa4"].us / free["fa4"].us == pytest.approx(
+        fa4.steady_us(problem) / fa4.cost_us(problem)
+    )
     assert "scaled from its time without turns" in str(steady["fa4"])
     assert steady["triton"] == free["triton"]
 
@@ -101,11 +128,15 @@ def test_forwards_choose_as_without_the_flag(op):
         for problem in problems(op, target):
             free, found = select(problem), select(altered(problem, repeatable="must"))
             if free.kernel is not None and free.kernel.repeats == ():
-                assert found.kernel is free.kernel and found.costs[free.kernel.name] == free.costs[free.kernel.name]
+                assert (
+                    found.kernel is free.kernel
+                    and found.costs[free.kernel.name] == free.costs[free.kernel.name]
+                )
 
 
 def test_our_own_device_functions_add_nothing_by_atomics():
-    """Kernels of these promise equal bits. A counter says which program is the last, and adds up no results."""
+    """Kernels of these promise equal bits. A counter says which program is the last, and adds up no
+    results."""
     folder, found = ROOT / "attnops" / "kernels" / "triton", []
     for module, path in sources().items():
         for node in ast.walk(ast.parse(path.read_text())) if path.is_relative_to(folder) else ():
@@ -118,13 +149,17 @@ def test_our_own_device_functions_add_nothing_by_atomics():
 def test_what_a_kernel_says_is_checked():
     for wrong in ("never", (1,), [lambda p: None]):
         with pytest.raises(RegistrationError, match="kernel mine: repeats got"):
-            register(Kernel("mine", "attention", lambda call: None, dtypes=(torch.float32,), repeats=wrong))
+            register(
+                Kernel(
+                    "mine", "attention", lambda call: None, dtypes=(torch.float32,), repeats=wrong
+                )
+            )
     failing = Kernel("mine", "attention", lambda call: None, repeats=(lambda p: 1 / 0,))
     problem = altered(problems("attention", GPUS[0])[0], repeatable="must")
     assert "ZeroDivisionError" in str(failing.unrepeated(problem)[0])
 
 
-# Calls ----------------------------------------------------------------------------------------------------------------
+# Calls --------------------------------------------------------------------------------------------
 
 
 def forward(call):
@@ -138,15 +173,22 @@ def backward(call):
 
 @pytest.fixture(scope="module")
 def hasty():
-    """The fastest kernels of a forward and of its gradient on this CPU. Neither repeats its bits."""
+    """The fastest kernels of a forward and of its gradient on this CPU. Neither repeats its
+    bits."""
     made = [
         register(
             Kernel(
-                "hasty", op, run, takes=frozenset({"causal"}), dtypes=(torch.float32,), cost_us=lambda p: 0.0, repeats=None,
+                "hasty",
+                op,
+                run,
+                takes=frozenset({"causal"}),
+                dtypes=(torch.float32,),
+                cost_us=lambda p: 0.0,
+                repeats=None,
             )
         )
         for op, run in (("attention", forward), ("attention_backward", backward))
-    ]  # fmt: skip
+    ]
     yield
     _drop(made)
 
@@ -204,7 +246,12 @@ def test_without_another_kernel_the_call_is_refused_or_warned_of(hasty):
     with torch.no_grad(), attnops.use(**ALONE):
         with asked("must"), pytest.raises(NoKernel, match=r"not hasty: repeatable=must \(wants no"):
             attnops.attention(query, query, query)
-        with asked("warn"), pytest.warns(UserWarning, match=r"^attention.hasty may give other bits at the next run"):
+        with (
+            asked("warn"),
+            pytest.warns(
+                UserWarning, match=r"^attention.hasty may give other bits at the next run"
+            ),
+        ):
             attnops.attention(query, query, query)
         with asked("no"), warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -223,7 +270,7 @@ def test_explain_says_what_the_flag_does(hasty):
             assert "its bits may differ from run to run" in str(found)
 
 
-# What outlives a call -------------------------------------------------------------------------------------------------
+# What outlives a call -----------------------------------------------------------------------------
 
 
 def test_keys_of_compile_caches_have_the_flag():

@@ -39,7 +39,8 @@ def test_no_results_are_no_error(results, tmp_path):
 
 
 def test_tables_of_linears_are_those_that_ship(docs, tmp_path):
-    """The faster time is bold, with the share of the bandwidth that the weight's bytes reach in it."""
+    """The faster time is bold, with the share of the bandwidth that the weight's bytes reach in
+    it."""
     linears = docs("linears")
     assert linears.linears_full(tmp_path) == linears.NONE
     us = {"aten": (14.0, 15.0), "triton": (11.0, None)}
@@ -67,14 +68,24 @@ def test_results_become_tables(results, tmp_path):
     write(tmp_path, "h200", "kernels", proven)
     slow = {"fa3": 5.0, "automatic": 10.0, "direct.fa3": 8.0, "torch.sdpa": 1.0}
     ways = {"a": {"fa3": 4.0, "automatic": 4.0, "direct.fa3": 8.0}, "b": slow}
-    times = [{"case": case, "way": way, "median_us": us} for case, by_way in ways.items() for way, us in by_way.items()]
-    write(tmp_path, "h200", "kernel_times", {"rows": [*times, {"case": "c", "way": "automatic", "wrong": "wrong: off by 1"}]})
+    times = [
+        {"case": case, "way": way, "median_us": us}
+        for case, by_way in ways.items()
+        for way, us in by_way.items()
+    ]
+    write(
+        tmp_path,
+        "h200",
+        "kernel_times",
+        {"rows": [*times, {"case": "c", "way": "automatic", "wrong": "wrong: off by 1"}]},
+    )
     for suite in ("regret", "kernel_times"):
         write(tmp_path, "zz", suite, {})
     text, short = results.results_full(tmp_path), results.results_short(tmp_path)
     for shown in (
         "| `attention.fa3` | 19 (3 refused) | 0 | 17% | 1,200 (2 left out) | 0, 17% | 2 | - |",
-        "take 1,219 ran and 2 were left out: 2 because of pairs; `left_out_cases` in kernels.json names them.",
+        "take 1,219 ran and 2 were left out: 2 because of pairs; `left_out_cases` in "
+        "kernels.json names them.",
         "Tests of this run: 7 passed.",
         "Skipped: 3 because no library.",
         "Not run: `test_it.py::test_z`.",
@@ -83,20 +94,43 @@ def test_results_become_tables(results, tmp_path):
         "Some GPU, torch 2.11.0, far==1.0, 2026-01-01, commit 0123456789.",
     ):
         assert shown in text, shown
-    row = "| Some GPU | 1 of 1 | 1,219 / 2 | 0.50 to 1.25, median 0.88 of 2 calls | 50.0% / 100% of 2 calls | - |"
+    row = (
+        "| Some GPU | 1 of 1 | 1,219 / 2 | 0.50 to 1.25, median 0.88 of 2 calls | 50.0% / "
+        "100% of 2 calls | - |"
+    )
     assert row in short and "| zz | a file of another form |" in short
 
 
 def test_hardware_is_where_numerics_were_compared(results, tmp_path):
-    ran, idle = ({"cases": n, "refused": 3, "wrong": 0, "worst_share_of_budget": 0.1} for n in (2, 0))
-    write(tmp_path, "h200", "kernels", {"device": "NVIDIA H200", "numerics": {"attention.fa3": ran, "attention.far": idle}})
-    write(tmp_path, "b200", "kernels", {"target": "sm100", "numerics": {}, "numerics_at_size": {"attention.far": ran}})
+    ran, idle = (
+        {"cases": n, "refused": 3, "wrong": 0, "worst_share_of_budget": 0.1} for n in (2, 0)
+    )
+    write(
+        tmp_path,
+        "h200",
+        "kernels",
+        {"device": "NVIDIA H200", "numerics": {"attention.fa3": ran, "attention.far": idle}},
+    )
+    write(
+        tmp_path,
+        "b200",
+        "kernels",
+        {"target": "sm100", "numerics": {}, "numerics_at_size": {"attention.far": ran}},
+    )
     write(tmp_path, "cpu", "kernels", {"numerics": {"attention.near": ran}})
     want = {"attention.fa3": ["sm90"], "attention.far": ["sm100"]}
-    assert results.hardware({*want, "attention.near", "attention.new"}, tmp_path) == json.loads(results.hardware_text(want)) == want
+    assert (
+        results.hardware({*want, "attention.near", "attention.new"}, tmp_path)
+        == json.loads(results.hardware_text(want))
+        == want
+    )
 
 
 def test_committed_results_are_shown(results):
     for _, files in results.machines(ROOT):
-        for stem in (s for s in set(results.PARTS) & set(files) if not isinstance(files[s].get("rows"), list)):
-            assert "of another form" not in results._made(results.PARTS[stem.partition("-")[0]][1], files[stem])
+        for stem in (
+            s for s in set(results.PARTS) & set(files) if not isinstance(files[s].get("rows"), list)
+        ):
+            assert "of another form" not in results._made(
+                results.PARTS[stem.partition("-")[0]][1], files[stem]
+            )

@@ -1,4 +1,5 @@
-"""RotaryEmbedding: YaRN as its paper has it, interleaved pairs, and the numbers a kernel is given instead."""
+"""RotaryEmbedding: YaRN as its paper has it, interleaved pairs, and the numbers a kernel is given
+instead."""
 
 import math
 
@@ -9,12 +10,20 @@ from attnops.nn import RotaryEmbedding
 from tests.modules import close, turned
 
 D, THETA = 16, 1000.0
-YARN = {"scaling": "yarn", "factor": 8.0, "original_max_position": 64, "beta_fast": 6.0, "beta_slow": 0.5}
+YARN = {
+    "scaling": "yarn",
+    "factor": 8.0,
+    "original_max_position": 64,
+    "beta_fast": 6.0,
+    "beta_slow": 0.5,
+}
 
 
 def frequencies(truncate):
     """Section 3.2 of YaRN, one pair at a time."""
-    low, high = (D * math.log(64 / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (6.0, 0.5))
+    low, high = (
+        D * math.log(64 / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (6.0, 0.5)
+    )
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     out = []
@@ -28,14 +37,25 @@ def frequencies(truncate):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("more", "factor"),
-    [({}, 0.1 * math.log(8) + 1), ({"attention_factor": 0.7}, 0.7), ({"mscale": 2.0, "mscale_all_dim": 2.0}, 1.0),
-     ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(8) + 1) / (0.05 * math.log(8) + 1)),
-     ({"truncate": False}, 0.1 * math.log(8) + 1)],
+    [
+        ({}, 0.1 * math.log(8) + 1),
+        ({"attention_factor": 0.7}, 0.7),
+        ({"mscale": 2.0, "mscale_all_dim": 2.0}, 1.0),
+        (
+            {"mscale": 1.0, "mscale_all_dim": 0.5},
+            (0.1 * math.log(8) + 1) / (0.05 * math.log(8) + 1),
+        ),
+        ({"truncate": False}, 0.1 * math.log(8) + 1),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_yarn(more, factor, interleaved):
     rope = RotaryEmbedding(D, THETA, **YARN, **more, interleaved=interleaved)
-    q, k, at = torch.randn(5, 3, D).double(), torch.randn(5, 1, D).double(), torch.tensor([0, 1, 60, 200, 511])
+    q, k, at = (
+        torch.randn(5, 3, D).double(),
+        torch.randn(5, 1, D).double(),
+        torch.tensor([0, 1, 60, 200, 511]),
+    )
     turns = frequencies(more.get("truncate", True))
     for got, x in zip(rope(q, k, at), (q, k), strict=True):
         close(got, turned(x, at, turns, interleaved, factor), 1e-9)
@@ -57,5 +77,8 @@ def test_interleaved_pairs(scaling):
 def test_the_softmax_scale():
     assert RotaryEmbedding(D).softmax_scale() == 1.0
     assert RotaryEmbedding(D, **YARN).softmax_scale() == 1.0
-    assert RotaryEmbedding(D, **YARN, mscale=1.0, mscale_all_dim=0.5).softmax_scale() == (0.05 * math.log(8) + 1) ** 2
+    assert (
+        RotaryEmbedding(D, **YARN, mscale=1.0, mscale_all_dim=0.5).softmax_scale()
+        == (0.05 * math.log(8) + 1) ** 2
+    )
     assert RotaryEmbedding(D, **YARN | {"factor": 1.0}, mscale_all_dim=0.5).softmax_scale() == 1.0

@@ -1,4 +1,5 @@
-"""Selection: pure, memoised, steered by policies; registration that leaves no trace of a bad kernel; kernels of third parties."""
+"""Selection: pure, memoised, steered by policies; registration that leaves no trace of a bad
+kernel; kernels of third parties."""
 
 import itertools
 import os
@@ -15,7 +16,14 @@ from hypothesis import given, strategies as st
 
 import attnops
 from attnops.core import kernel as registry_module
-from attnops.core.errors import AttnopsError, ContractMismatch, InvalidInput, NoKernel, RegistrationError, UnknownKernel
+from attnops.core.errors import (
+    AttnopsError,
+    ContractMismatch,
+    InvalidInput,
+    NoKernel,
+    RegistrationError,
+    UnknownKernel,
+)
 from attnops.core.kernel import (
     CONTRACT,
     Invariant,
@@ -39,9 +47,29 @@ from attnops.core.kernel import (
     register,
     without,
 )
-from attnops.core.problem import LEAVES, ONE, Extent, Problem, Refusal, Target, altered, leaf, pretend, pretended
+from attnops.core.problem import (
+    LEAVES,
+    ONE,
+    Extent,
+    Problem,
+    Refusal,
+    Target,
+    altered,
+    leaf,
+    pretend,
+    pretended,
+)
 from attnops.core.record import FLOATS
-from attnops.core.select import Policy, active_policy, choose, key_for, parse_policy, select, select_by, use
+from attnops.core.select import (
+    Policy,
+    active_policy,
+    choose,
+    key_for,
+    parse_policy,
+    select,
+    select_by,
+    use,
+)
 from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import Grid, Table
 from attnops.ops import OPS
@@ -50,10 +78,26 @@ from tests.helpers import ROOT, ready_process, torch_process
 
 F64 = torch.float64
 DECODE = altered(
-    Problem("paged_attention", Target("cuda", 90), torch.bfloat16, torch.bfloat16, 32, 8, 128, 128, page_size=16), causal=True,
-    tokens=Extent.of(8), batch=Extent.of(8), queries=Extent.of(1), context=Extent.of(4096),
-)  # fmt: skip
-SINKS = Problem.of("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8, sinks=True, softcap=True)
+    Problem(
+        "paged_attention",
+        Target("cuda", 90),
+        torch.bfloat16,
+        torch.bfloat16,
+        32,
+        8,
+        128,
+        128,
+        page_size=16,
+    ),
+    causal=True,
+    tokens=Extent.of(8),
+    batch=Extent.of(8),
+    queries=Extent.of(1),
+    context=Extent.of(4096),
+)
+SINKS = Problem.of(
+    "attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8, sinks=True, softcap=True
+)
 
 _unique = itertools.count(-1, -1)
 
@@ -70,7 +114,8 @@ def idle(name, op="attention", **more):
 
 @pytest.fixture
 def lab(monkeypatch):
-    """A registry of our own for the op `attention`: `slow`, `fast`, which refuses sinks, and `steady`, which is batch invariant."""
+    """A registry of our own for the op `attention`: `slow`, `fast`, which refuses sinks, and
+    `steady`, which is batch invariant."""
     lab = Registry(generation=next(_unique))
     monkeypatch.setattr(registry_module, "_REGISTRY", lab)
     parse_policy.cache_clear()
@@ -89,7 +134,7 @@ def lab(monkeypatch):
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
 
 
-# Pure -----------------------------------------------------------------------------------------------------------------
+# Pure ---------------------------------------------------------------------------------------------
 
 
 def test_a_laptop_answers_for_any_machine():
@@ -109,7 +154,7 @@ for text in ("cpu", "sm80", "sm90", "sm100", "sm120"):
 assert not torch.cuda.is_initialized()
 foreign = {"triton", "transformers", "flashinfer", "sgl_kernel", "torch._inductor", "torch._dynamo"} & set(sys.modules)
 assert not foreign, foreign
-"""
+"""  # noqa: E501
     printed = torch_process(code, env={"CUDA_VISIBLE_DEVICES": ""}).splitlines()
     assert len(printed) == 15
 
@@ -122,7 +167,9 @@ def test_a_new_kernel_is_asked(lab):
 
 def test_selection_has_no_side_effects_and_is_remembered(lab):
     asked = []
-    lab.kernels["attention"]["curious"] = idle("curious", needs=(lambda p: asked.append(p),), cost_us=lambda p: 70.0)
+    lab.kernels["attention"]["curious"] = idle(
+        "curious", needs=(lambda p: asked.append(p),), cost_us=lambda p: 70.0
+    )
     before = Problem.of(**{n: leaf(PLAIN, n) for n in LEAVES})
     decision = select(PLAIN)
     assert decision is select(before) is not select(PLAIN, "prefer=slow")
@@ -137,7 +184,7 @@ def test_every_op_has_a_reference_for_cpu(op):
         assert select(case.call().problem).kernel is not None, str(case)
 
 
-# Forced, allowed, denied, preferred -----------------------------------------------------------------------------------
+# Forced, allowed, denied, preferred ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,13 +217,29 @@ def test_a_kernel_that_cannot_run_is_passed_by(lab):
 @pytest.mark.parametrize(
     ("policy", "reasons"),
     [
-        (Policy(kernel=("fast",)), ["'fast' was asked for", "not fast: sinks=True (wants no); softcap=True (wants no)", "policy.kernel"]),
-        (Policy(deny=("slow", "steady")), ["no kernel can run", "not slow: policy.deny=slow,steady", "not steady: policy.deny"]),
-        (Policy(allow=("fast",)), ["not fast: sinks=True", "not slow: policy.allow=fast (wants to hold slow)"]),
-        (Policy(deterministic=True, deny=("steady",)), ["not slow: batch_invariant=False", "not fast: sinks=True (wants no);"]),
+        (
+            Policy(kernel=("fast",)),
+            [
+                "'fast' was asked for",
+                "not fast: sinks=True (wants no); softcap=True (wants no)",
+                "policy.kernel",
+            ],
+        ),
+        (
+            Policy(deny=("slow", "steady")),
+            ["no kernel can run", "not slow: policy.deny=slow,steady", "not steady: policy.deny"],
+        ),
+        (
+            Policy(allow=("fast",)),
+            ["not fast: sinks=True", "not slow: policy.allow=fast (wants to hold slow)"],
+        ),
+        (
+            Policy(deterministic=True, deny=("steady",)),
+            ["not slow: batch_invariant=False", "not fast: sinks=True (wants no);"],
+        ),
     ],
     ids=lambda v: v.key if isinstance(v, Policy) else "",
-)  # fmt: skip
+)
 def test_when_nothing_fits_every_reason_is_told(lab, policy, reasons):
     assert select(SINKS, policy).kernel is None
     with pytest.raises(NoKernel) as caught:
@@ -187,12 +250,17 @@ def test_when_nothing_fits_every_reason_is_told(lab, policy, reasons):
     assert str(caught.value).count("\n  not ") == 3
 
 
-GPU = Problem("attention", Target("cuda", 90, assume=()), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
+GPU = Problem(
+    "attention", Target("cuda", 90, assume=()), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8
+)
 
 
 def judged(lab, **us):
-    """The lab with a judge that promises to be the fastest by far, and a table that holds these times."""
-    lab.kernels["attention"]["plain"] = idle("plain", cost_us=lambda p: 1e-3, judge=True, invariant=Invariant())
+    """The lab with a judge that promises to be the fastest by far, and a table that holds these
+    times."""
+    lab.kernels["attention"]["plain"] = idle(
+        "plain", cost_us=lambda p: 1e-3, judge=True, invariant=Invariant()
+    )
     kind = Problem.kind("attention", q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8, queries=ONE)
     grid = Grid(kind, (1.0,), (1.0,), (1.0,), {n: (t,) for n, t in us.items()})
     return Table("Some GPU", "sm90", {f"attention.{n}": "any" for n in us}, (grid,)) if us else None
@@ -208,11 +276,21 @@ def judged(lab, **us):
         ({}, "prefer=plain", "plain", "asked for"),
         ({}, "kernel=plain", "plain", "asked for"),
         ({}, "deterministic", "steady", ""),
-        ({"plain": 5.0, "fast": 9.0, "slow": 9.0, "steady": 9.0}, "", "plain", "the fastest measured"),
+        (
+            {"plain": 5.0, "fast": 9.0, "slow": 9.0, "steady": 9.0},
+            "",
+            "plain",
+            "the fastest measured",
+        ),
         ({"plain": 9.0, "fast": 5.0}, "", "fast", ""),
         ({"plain": 5.0}, "", "fast", ""),  # no time of another is measured
         ({"slow": 5.0}, "", "slow", ""),
-        ({"plain": 300.0, "slow": 2000.0}, "", "fast", ""),  # the best of the others, 4 times its estimate, is not measured
+        (
+            {"plain": 300.0, "slow": 2000.0},
+            "",
+            "fast",
+            "",
+        ),  # the best of the others, 4 times its estimate, is not measured
     ],
 )
 def test_no_estimate_chooses_the_judge_on_a_gpu(lab, us, policy, chosen, says):
@@ -223,7 +301,9 @@ def test_no_estimate_chooses_the_judge_on_a_gpu(lab, us, policy, chosen, says):
     if "plain" in decision.passed_over and "plain" not in us:
         assert "not plain: can run, on a GPU only where nothing else can" in str(decision)
     on_cpu = select_by(None, replace(GPU, target=Target()), policy)
-    assert on_cpu.by_judge == "" and (policy or on_cpu.kernel.name == "plain"), "a CPU goes by estimates"
+    assert on_cpu.by_judge == "" and (policy or on_cpu.kernel.name == "plain"), (
+        "a CPU goes by estimates"
+    )
 
 
 def test_a_judge_ranks_behind_every_kernel(lab):
@@ -237,13 +317,20 @@ def test_a_judge_ranks_behind_every_kernel(lab):
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("op", list(OPS))
 def test_every_reference_is_lowered_in_place_or_judges(op, arch):
-    """Whatever the sizes: the reference of an op is chosen on a GPU only where it is alone, or where the compiler fuses it."""
+    """Whatever the sizes: the reference of an op is chosen on a GPU only where it is alone, or
+    where the compiler fuses it."""
     plain = kernels_of(op)["reference"]
     assert plain.judge != bool(plain.inline)
     for case in CASES[op]:
-        problem = replace(case.call().problem, target=Target("cuda", arch, assume=packages_of_kernels()))
+        problem = replace(
+            case.call().problem, target=Target("cuda", arch, assume=packages_of_kernels())
+        )
         # An op on floats is asked in bfloat16; one on integers, or on bytes, has no other dtype.
-        wide = {n: torch.bfloat16 for n in ("dtype", "kv_dtype") if getattr(problem, n) in (torch.float32, torch.float64)}
+        wide = {
+            n: torch.bfloat16
+            for n in ("dtype", "kv_dtype")
+            if getattr(problem, n) in (torch.float32, torch.float64)
+        }
         for size in (1, 4096):
             sizes = {n: Extent.of(size) for n in ("tokens", "batch", "queries", "context")}
             found = select_by(None, altered(problem, **wide, **sizes))
@@ -255,9 +342,15 @@ def test_policies_name_kernels_that_exist():
     for policy in ("kernel=fa9", "allow=fa9", "deny=fa9", "prefer=fa9", "kernel=merge_state:sdpa"):
         with pytest.raises(UnknownKernel, match=r"kernel: got '(fa9|sdpa)', want one of"):
             parse_policy(policy)
-    with pytest.raises(UnknownKernel, match=r"kernel: got 'fa9', want one of .*, triton \(op linear\)"):
+    with pytest.raises(
+        UnknownKernel, match=r"kernel: got 'fa9', want one of .*, triton \(op linear\)"
+    ):
         parse_policy("kernel=linear:fa9")
-    with pytest.raises(InvalidInput, match=r"policy: got 'linar:triton', want an op before the colon: attention \| .* \| linear \| "):
+    with pytest.raises(
+        InvalidInput,
+        match=r"policy: got 'linar:triton', want an op before the colon: attention \| .* \| "
+        r"linear \| ",
+    ):
         parse_policy("kernel=linar:triton")
     for policy in ("kernel", "kernel=", "speed=fast", "deterministic=yes", "reference"):
         with pytest.raises(InvalidInput, match="policy: got"):
@@ -278,14 +371,16 @@ def test_a_policy_is_its_key(kernel, allow, deny, prefer, deterministic):
     assert (policy.key == "") == (policy == Policy())
 
 
-@pytest.mark.parametrize("region", [{"deny": ("flex",)}, {"deterministic": True}, {"kernel": "reference"}], ids=str)
+@pytest.mark.parametrize(
+    "region", [{"deny": ("flex",)}, {"deterministic": True}, {"kernel": "reference"}], ids=str
+)
 def test_a_forced_call_keeps_the_rest_of_the_region(region):
     with use(**region):
         parsed = parse_policy(key_for("attention", "sdpa"))
     assert parsed == Policy(**region | {"kernel": ("attention:sdpa",)})
 
 
-# The policy in force --------------------------------------------------------------------------------------------------
+# The policy in force ------------------------------------------------------------------------------
 
 
 def test_use_nests_and_restores():
@@ -342,10 +437,14 @@ t = threading.Thread(target=lambda: print(active_policy())); t.start(); t.join()
 with attnops.use():
     print(repr(active_policy()))
 """
-    assert ready_process(code, env={"ATTNOPS_POLICY": "deny=sdpa"}).split() == ["deny=sdpa", "deny=sdpa", "''"]
+    assert ready_process(code, env={"ATTNOPS_POLICY": "deny=sdpa"}).split() == [
+        "deny=sdpa",
+        "deny=sdpa",
+        "''",
+    ]
 
 
-# Registration ---------------------------------------------------------------------------------------------------------
+# Registration -------------------------------------------------------------------------------------
 
 
 def trace():
@@ -358,22 +457,50 @@ def trace():
 @pytest.mark.parametrize(
     ("kernel", "error", "text"),
     [
-        (idle("reference"), RegistrationError, "got 'reference', want one not yet registered for attention"),
-        (idle("mine", contract=CONTRACT + 1), ContractMismatch, f"contract got {CONTRACT + 1}, want {CONTRACT}"),
-        (idle("mine", contract=1), ContractMismatch, f"kernel mine: contract got 1, want {CONTRACT}"),
-        (idle("mine", "convolution"), RegistrationError, "kernel mine: op got 'convolution', want one of "),
+        (
+            idle("reference"),
+            RegistrationError,
+            "got 'reference', want one not yet registered for attention",
+        ),
+        (
+            idle("mine", contract=CONTRACT + 1),
+            ContractMismatch,
+            f"contract got {CONTRACT + 1}, want {CONTRACT}",
+        ),
+        (
+            idle("mine", contract=1),
+            ContractMismatch,
+            f"kernel mine: contract got 1, want {CONTRACT}",
+        ),
+        (
+            idle("mine", "convolution"),
+            RegistrationError,
+            "kernel mine: op got 'convolution', want one of ",
+        ),
         *(
             (idle(name), RegistrationError, f"kernel name: got {name!r}, want lower-case")
-            for name in ("", "Mine", "my-kernel", "1st", "a.b", "a b", "default", "kernel;deny=sdpa", "a:b", "mine\n")
+            for name in (
+                "",
+                "Mine",
+                "my-kernel",
+                "1st",
+                "a.b",
+                "a b",
+                "default",
+                "kernel;deny=sdpa",
+                "a:b",
+                "mine\n",
+            )
         ),
-        # These would be overloads that no code can name: attributes of every torch op, and words of Python.
+        # These would be overloads that no code can name: attributes of every torch op, and words of
+        # Python.
         *(
             (idle(name), RegistrationError, f"kernel name: got {name!r}, want no word of Python")
             for name in ("overloads", "op", "import", "is", "lambda")
         ),
     ],
     ids=lambda v: repr(v.name) if isinstance(v, Kernel) else "",
-)  # fmt: skip
+)
 def test_a_bad_kernel_leaves_no_trace(kernel, error, text):
     before = trace()
     with pytest.raises(error) as caught:
@@ -392,17 +519,20 @@ def test_kernels_declare_what_tables_show():
         assert kernel.cost_us(DECODE) >= 0
 
 
-# Third parties --------------------------------------------------------------------------------------------------------
+# Third parties ------------------------------------------------------------------------------------
 
 
 def installed(folder, module, source):
-    """A distribution in `folder` whose one module is named in the entry-point group. Returns the environment that finds it."""
+    """A distribution in `folder` whose one module is named in the entry-point group. Returns the
+    environment that finds it."""
     (folder / f"{module}.py").write_text(textwrap.dedent(source))
     info = folder / f"{module}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[attnops.kernels]\n{module} = {module}\n")
-    path = os.pathsep.join(p for p in (str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    path = os.pathsep.join(
+        p for p in (str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")) if p
+    )
     return {"PYTHONPATH": path}
 
 
@@ -455,7 +585,8 @@ register(
 
 @pytest.mark.slow
 def test_a_kernel_in_a_scratch_file_is_everywhere(tmp_path):
-    """Registry, decisions, doctor, and the tests of numerics, opcheck and fakes, without touching another file."""
+    """Registry, decisions, doctor, and the tests of numerics, opcheck and fakes, without touching
+    another file."""
     assert len(SCRATCH.strip().splitlines()) <= 60
     env = installed(tmp_path, "scratch_kernels", SCRATCH)
     code = """
@@ -478,14 +609,26 @@ for more in ({}, {"softcap": 1.0}):
     assert "not scratchpad: can run, estimated slower" in decision
     assert "not scratchpad: softcap=True (wants no)" in refused
     files = [f"tests/ops/test_{n}.py" for n in ("numerics", "opcheck", "fakes")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "scratchpad", *files]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "scratchpad",
+        *files,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     [passed] = map(int, re.findall(r"(\d+) passed", done.stdout))
     assert passed >= 50, done.stdout[-2000:]
 
 
-# Extents, targets, needs ----------------------------------------------------------------------------------------------
+# Extents, targets, needs --------------------------------------------------------------------------
 
 
 @given(st.integers(0, 2**40))
@@ -494,7 +637,8 @@ def test_an_extent_holds_its_size(n):
     assert extent.hi is not None
     assert extent.lo <= n <= extent.hi
     assert extent.lo <= extent.hint <= extent.hi
-    # Exact up to 2, and then as coarse as a factor of two: sizes 1 and 2 are what kernels tell apart.
+    # Exact up to 2, and then as coarse as a factor of two: sizes 1 and 2 are what kernels tell
+    # apart.
     assert (extent.lo == extent.hi) if n <= 2 else (extent.hi < 2 * extent.lo)
     # What costs are estimated from is finer.
     assert n <= extent.hint <= n * 9 / 8
@@ -508,7 +652,13 @@ def test_extents_are_equal_or_apart(a, b):
 
 @pytest.mark.parametrize(
     ("text", "target"),
-    [("cpu", ("cpu", 0)), ("sm90", ("cuda", 90)), ("sm_100", ("cuda", 100)), ("sm90a", ("cuda", 90)), ("gfx90a", ("hip", 0x90A))],
+    [
+        ("cpu", ("cpu", 0)),
+        ("sm90", ("cuda", 90)),
+        ("sm_100", ("cuda", 100)),
+        ("sm90a", ("cuda", 90)),
+        ("gfx90a", ("hip", 0x90A)),
+    ],
 )
 def test_targets_are_parsed(text, target):
     parsed = Target.parse(text)
@@ -516,7 +666,10 @@ def test_targets_are_parsed(text, target):
     assert Target.parse(str(parsed)) == parsed
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "sm", "sm9", "90", "sm90x", "SM90", "cuda", "sm1000", "gfx", "gfx9z2", "h-200"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "gpu", "sm", "sm9", "90", "sm90x", "SM90", "cuda", "sm1000", "gfx", "gfx9z2", "h-200"],
+)
 def test_other_targets_are_refused(text):
     with pytest.raises(InvalidInput, match=r"target: got .*h200.*, smNN such as sm80"):
         Target.parse(text)
@@ -536,23 +689,65 @@ def test_pretending_nests_and_restores():
     ("need", "field", "met", "broken", "refusal"),
     [
         (one_of("head_dim", 64, 128), "head_dim", 64, 96, "head_dim=96 (wants 64 | 128)"),
-        (dtypes(torch.bfloat16, torch.float32), "dtype", torch.float32, F64, "kv_dtype=float32 (wants the query's float64)"),
+        (
+            dtypes(torch.bfloat16, torch.float32),
+            "dtype",
+            torch.float32,
+            F64,
+            "kv_dtype=float32 (wants the query's float64)",
+        ),
         (dtypes(torch.bfloat16), "kv_dtype", None, torch.float32, "dtype=float32 (wants bfloat16)"),
         (at_most("head_dim", 256), "head_dim", 256, 257, "head_dim=257 (wants <= 256)"),
-        (multiple_of("page_size", 16), "page_size", 32, 24, "page_size=24 (wants a multiple of 16)"),
-        (extent_at_most("queries", 8), "queries", Extent.of(8), Extent(0, None), "queries=0.. (wants <= 8)"),
-        (extent_at_most("queries", 8), "queries", Extent.of(1), Extent.of(9), "queries=9..16 (wants <= 8)"),
-        (extent_at_least("context", 1), "context", Extent(1, None), Extent(0, 4), "context=0..4 (wants >= 1)"),
-        (arch(90, 100), "target", Target("cuda", 100), Target("cuda", 80), "target=sm80 (wants sm90 | sm100)"),
+        (
+            multiple_of("page_size", 16),
+            "page_size",
+            32,
+            24,
+            "page_size=24 (wants a multiple of 16)",
+        ),
+        (
+            extent_at_most("queries", 8),
+            "queries",
+            Extent.of(8),
+            Extent(0, None),
+            "queries=0.. (wants <= 8)",
+        ),
+        (
+            extent_at_most("queries", 8),
+            "queries",
+            Extent.of(1),
+            Extent.of(9),
+            "queries=9..16 (wants <= 8)",
+        ),
+        (
+            extent_at_least("context", 1),
+            "context",
+            Extent(1, None),
+            Extent(0, 4),
+            "context=0..4 (wants >= 1)",
+        ),
+        (
+            arch(90, 100),
+            "target",
+            Target("cuda", 100),
+            Target("cuda", 80),
+            "target=sm80 (wants sm90 | sm100)",
+        ),
         (arch(90), "target", Target("cuda", 90), Target(), "target=cpu (wants sm90)"),
         (device("cuda"), "target", Target("cuda", 75), Target(), "device=cpu (wants cuda)"),
         (without("mask")[0], "mask", "none", "bool", "mask=bool (wants none)"),
         (without("windowed")[0], "window", (-1, 3), (3, -1), "windowed=True (wants no)"),
-        (without("sinks_dtype")[0], "sinks_dtype", None, torch.float32, "sinks_dtype=float32 (wants no)"),
+        (
+            without("sinks_dtype")[0],
+            "sinks_dtype",
+            None,
+            torch.float32,
+            "sinks_dtype=float32 (wants no)",
+        ),
         (all_of(without("lse", "sinks")), "sinks", False, True, "sinks=True (wants no)"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
-)  # fmt: skip
+)
 def test_needs(need, field, met, broken, refusal):
     given = {"target": Target(), "causal": True}
     assert met is None or need(Problem.of("attention", **given | {field: met})) is None
@@ -560,9 +755,14 @@ def test_needs(need, field, met, broken, refusal):
 
 
 def test_packages_are_looked_for_without_import():
-    here, away = Package("hypothesis", ("hypothesis",)), Package("surely_not_installed", ("surely-not",), at_least="2")
+    here, away = (
+        Package("hypothesis", ("hypothesis",)),
+        Package("surely_not_installed", ("surely-not",), at_least="2"),
+    )
     assert here.missing(Target()) is None and here.version()
-    assert away.missing(Target()) == Refusal("package", "surely_not_installed missing", "pip install 'surely-not>=2'")
+    assert away.missing(Target()) == Refusal(
+        "package", "surely_not_installed missing", "pip install 'surely-not>=2'"
+    )
     assert str(replace(here, at_least="999.0").missing(Target())).endswith("(wants >= 999.0)")
     # A list of assumed packages is the whole list, whatever is installed here.
     assert here.missing(Target("cuda", 90, assume=())) is not None
@@ -571,7 +771,11 @@ def test_packages_are_looked_for_without_import():
 
 def test_a_probe_is_asked_only_where_the_packages_are():
     asked = []
-    kernel = idle("mine", probe=lambda target: asked.append(target) or Refusal("driver", "none", "a driver"), needs=without("sinks"))
+    kernel = idle(
+        "mine",
+        probe=lambda target: asked.append(target) or Refusal("driver", "none", "a driver"),
+        needs=without("sinks"),
+    )
     away = replace(kernel, packages=(Package("surely_not_installed", ("surely-not",)),))
     assert [r.field for r in away.refusals(SINKS)] == ["package", "sinks"] and not asked
     assert [r.field for r in kernel.refusals(SINKS)] == ["driver", "sinks"] and asked == [Target()]

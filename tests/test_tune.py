@@ -59,7 +59,9 @@ def lab(monkeypatch):
     monkeypatch.setattr(registry_module, "_REGISTRY", lab)
 
     def add(name, run=work, op="attention", **more):
-        lab.kernels.setdefault(op, {})[name] = Kernel(name, op, run, **{"takes": frozenset({"causal"}), "dtypes": FLOATS, **more})
+        lab.kernels.setdefault(op, {})[name] = Kernel(
+            name, op, run, **{"takes": frozenset({"causal"}), "dtypes": FLOATS, **more}
+        )
 
     return add
 
@@ -86,7 +88,7 @@ def measured(*plans, us=linear, **more):
     return measure(plans or [PLAN], Stopwatch(clock_of(us), **more), CPU)
 
 
-# Calls ----------------------------------------------------------------------------------------------------------------
+# Calls --------------------------------------------------------------------------------------------
 
 
 def smallest(plan):
@@ -114,12 +116,17 @@ def test_every_timed_call_keeps_the_contract_and_lies_in_its_shape(plan):
 
 
 def test_a_timed_call_is_right():
-    """The tensors lie in one pool and do not overlap: a kernel's results on them are the reference's."""
+    """The tensors lie in one pool and do not overlap: a kernel's results on them are the
+    reference's."""
     pool = Pool("cpu")
     for plan in sweeps_of("tiny"):
         q_lens, k_lens = ([5, 5], [5, 5]) if plan.kind.step.sizes_equal else ([3, 2], [7, 3])
         call = build(plan.kind, [1, 1] if decodes(plan.kind) else q_lens, k_lens, pool)
-        spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in call.tensors().values() if t.is_floating_point())
+        spans = sorted(
+            (t.data_ptr(), t.data_ptr() + t.nbytes)
+            for t in call.tensors().values()
+            if t.is_floating_point()
+        )
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         for name, kernel in kernels_of(call.op).items():
             if not kernel.refusals(call.problem):
@@ -128,7 +135,9 @@ def test_a_timed_call_is_right():
 
 def test_pages_lie_in_random_order_and_are_whose_they_should_be():
     call = build(STEP, [1] * 3, [33, 9, 4], Pool("cpu"))
-    rows = zip(call.arguments["page_table"].tolist(), call.arguments["seq_lens"].tolist(), strict=True)
+    rows = zip(
+        call.arguments["page_table"].tolist(), call.arguments["seq_lens"].tolist(), strict=True
+    )
     used = [page for row, length in rows for page in row[: -(-length // 4)]]
     assert sorted(used) == list(range(13)) and used != sorted(used)
 
@@ -153,14 +162,16 @@ def test_plans():
     assert min(p.allowed for p in full) > 5
     assert count(full) < 4100, "about 30 ms for every point of them"
     window = next(p for p in full if p.kind.page_size and p.kind.rules.window[0] >= 0)
-    assert not window.allows(Sizes(64.0, 2048.0, 4096.0)), "what a window does not read must be held"
+    assert not window.allows(Sizes(64.0, 2048.0, 4096.0)), (
+        "what a window does not read must be held"
+    )
     assert [p.kind for p in brief] == [p.kind for p in full] and count(brief) < 2000
     for few, all_ in zip(brief, full, strict=True):
         for axis, whole in zip(few.axes, all_.axes, strict=True):
             assert set(axis) <= set(whole) and (axis[0], axis[-1]) == (whole[0], whole[-1])
 
 
-# Measuring ------------------------------------------------------------------------------------------------------------
+# Measuring ----------------------------------------------------------------------------------------
 
 
 def test_what_is_measured_is_in_the_table(lab):
@@ -172,7 +183,9 @@ def test_what_is_measured_is_in_the_table(lab):
     table, report = measured()
     [grid] = table.grids
     assert grid.us["a"] == (14.0, 18.0, 26.0, 18.0, 26.0, 42.0)
-    assert grid.us["c"] == (504.0, *(None,) * 5), "eight times slower than the best is not timed at larger sizes"
+    assert grid.us["c"] == (504.0, *(None,) * 5), (
+        "eight times slower than the best is not timed at larger sizes"
+    )
     assert set(grid.us) == {"a", "c"} and table.gpu == cpu_name() and table.target == "cpu"
     assert set(table.versions) == {"attention.a", "attention.c"}
     assert report.points == 6 and not report.late
@@ -234,7 +247,9 @@ def test_a_kernel_that_compiles_at_every_call_is_left_out(lab, now):
     lab("once", taking(now, 30.0, 0.0))
     other = replace(PLAN, kind=altered(KIND, causal=False))
     table, _ = measured(PLAN, other, us=flat, first_calls_s=12.0)
-    for grid in table.grids:  # half of its sizes were timed in the first: what the others would take is unknown
+    for grid in (
+        table.grids
+    ):  # half of its sizes were timed in the first: what the others would take is unknown
         assert "slow" not in grid.us
         assert grid.skipped["slow"] == "its first calls took over 12 s"
     # The second size tells that the first one's wait was for all of them.
@@ -261,7 +276,10 @@ def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, now, monke
     lab("a", op="paged_attention")
     lab("planner", op="paged_attention", needs=(needs_plan,))
     lab("hopeless", op="paged_attention", needs=(needs_plan, *without("causal")))
-    made, buffers_of = [], {"plan": torch.zeros(4, dtype=torch.int64), "workspace": torch.zeros(8, dtype=torch.uint8)}
+    made, buffers_of = (
+        [],
+        {"plan": torch.zeros(4, dtype=torch.int64), "workspace": torch.zeros(8, dtype=torch.uint8)},
+    )
 
     def equip(kernel, call):
         made.append(kernel.name)
@@ -287,7 +305,8 @@ def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, now, monke
 
 @pytest.mark.full
 def test_a_foreign_call_amid_torch_is_timed_compiled(monkeypatch):
-    """On a CPU: the reference of paged attention, said to be lowered in place around a foreign call."""
+    """On a CPU: the reference of paged attention, said to be lowered in place around a foreign
+    call."""
     real = kernels_of("paged_attention")["reference"]
     kernel = replace(real, inline=Inline(core=Core("(Tensor q) -> Tensor", work, work)))
     monkeypatch.setitem(registry_module._REGISTRY.kernels["paged_attention"], "reference", kernel)
@@ -377,14 +396,18 @@ def test_first_calls_do_not_go_on_for_ever(lab, now):
     lab("b", taking(now, 5.0))
     stopwatch = Stopwatch(clock_of(flat), first_calls_s=1e9)
     report = measure([PLAN], stopwatch, CPU, budget_s=20.0)[1]
-    assert (report.points, report.late) == (3, 3), "24 seconds hold three sizes of two kernels at five seconds"
+    assert (report.points, report.late) == (3, 3), (
+        "24 seconds hold three sizes of two kernels at five seconds"
+    )
 
 
 def test_kernels_are_called_ahead_at_every_kind_of_size(lab):
     seen = []
     lab("a", run=lambda call: seen.append(call.query.shape[:2]))
     lab("b", run=fails)
-    assert run.compile_for([PLAN], ("a",), CPU) == 6 and seen == [(b, q) for q in (4, 8, 16) for b in (1, 2)]
+    assert run.compile_for([PLAN], ("a",), CPU) == 6 and seen == [
+        (b, q) for q in (4, 8, 16) for b in (1, 2)
+    ]
     assert run.compile_for([PLAN], ("b",), CPU) == 0
     long = replace(PLAN, queries=(float(1 << 20),))
     assert list(run.kinds(long)) == [], "only small calls"
@@ -392,7 +415,9 @@ def test_kernels_are_called_ahead_at_every_kind_of_size(lab):
 
 def test_compiling_ahead_ends():
     """Processes of its own, here with nothing to compile."""
-    assert run.compile_ahead("tiny", CPU, ("attention",), ("reference",), workers=1, limit_s=100) > 0
+    assert (
+        run.compile_ahead("tiny", CPU, ("attention",), ("reference",), workers=1, limit_s=100) > 0
+    )
     assert run.compile_ahead("tiny", CPU, (), ("unknown",), workers=1, limit_s=100) == 0
 
 
@@ -411,7 +436,9 @@ def test_the_host_clock_is_a_median(now):
         now[0] += 1.0
 
     host_clock(sdpa, call, slow)
-    assert len(count) == 3 and clock_for(CPU) is host_clock, "three at least, and no more of what is slow"
+    assert len(count) == 3 and clock_for(CPU) is host_clock, (
+        "three at least, and no more of what is slow"
+    )
 
 
 class FakeCuda:
@@ -419,7 +446,9 @@ class FakeCuda:
 
     def __init__(self, monkeypatch):
         self.log, self.capturing, self.uncapturable = [], False, None
-        graph = SimpleNamespace(capture_begin=self.begin, capture_end=self.end, replay=lambda: self.log.append("replay"))
+        graph = SimpleNamespace(
+            capture_begin=self.begin, capture_end=self.end, replay=lambda: self.log.append("replay")
+        )
         answers = {"CUDAGraph": graph, "graph_pool_handle": (0, 1)}
         answers |= dict.fromkeys(("Stream", "current_stream", "stream"), MagicMock())
         for name, answer in answers.items():
@@ -458,7 +487,10 @@ def test_the_graph_clock_replays_what_it_captured(monkeypatch):
 
     assert timed() == (pytest.approx(25.0), {"launched": 1, "captured": 1, "replay": 8})
     # The device waits once until the host has launched all.
-    assert timed(replace(sdpa, capture=Capture.NEVER)) == (pytest.approx(100.0), {"launched": 8, "spin": 1})
+    assert timed(replace(sdpa, capture=Capture.NEVER)) == (
+        pytest.approx(100.0),
+        {"launched": 8, "spin": 1},
+    )
     cuda.uncapturable = RuntimeError("not in a graph")
     assert timed()[0] == pytest.approx(100.0) and not cuda.capturing
     cuda.uncapturable = torch.OutOfMemoryError("too large")
@@ -479,12 +511,17 @@ def test_the_graph_clock_takes_turns(monkeypatch):
 def test_a_real_table_of_this_cpu():
     table, report = measure(sweeps_of("tiny"), Stopwatch(clock_for(CPU), first_calls_s=0.5), CPU)
     assert not report.broken
-    assert {g.kind.op for g in table.grids} >= {"attention", "varlen_attention", "paged_attention", "attention_backward"}
+    assert {g.kind.op for g in table.grids} >= {
+        "attention",
+        "varlen_attention",
+        "paged_attention",
+        "attention_backward",
+    }
     assert all("reference" in g.us and {"sdpa", "aten_flash"} & g.us.keys() for g in table.grids)
     assert from_json(table.to_json()) == table
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -517,7 +554,11 @@ def test_tune_and_doctor(cache):
     assert told_of_the_table() == {"path": None, "shipped": False, "ignored": []}
     assert "attnops tune" in command("doctor", "--all").stdout
     report = tuned("--ops", "attention", "--ops", "paged_attention,varlen_attention")
-    assert report["path"] == str(path_for(cpu_name())) and report["points"] == 12 and report["timings"] >= 20
+    assert (
+        report["path"] == str(path_for(cpu_name()))
+        and report["points"] == 12
+        and report["timings"] >= 20
+    )
     table = in_force(Target()).table
     assert {g.kind.op for g in table.grids} == {"attention", "paged_attention", "varlen_attention"}
     assert table.digest == report["digest"]
@@ -528,18 +569,24 @@ def test_tune_and_doctor(cache):
     kept = in_force(Target()).table
     assert kept.digest == again["digest"]
     assert kept.grids[:-1] == tuple(g for g in table.grids if g.kind.op != "varlen_attention")
-    assert kept.grids[-1].kind.op == "varlen_attention" and set(kept.grids[-1].us) == {"sdpa", "reference"}
+    assert kept.grids[-1].kind.op == "varlen_attention" and set(kept.grids[-1].us) == {
+        "sdpa",
+        "reference",
+    }
 
 
 def test_ops_that_are_timed_anew_keep_the_others():
-    """The forward of a training step is timed with its gradient, and its op's other shapes are not."""
+    """The forward of a training step is timed with its gradient, and its op's other shapes are
+    not."""
     from attnops.cli.tune import joined, without
 
     def grid(kind, **us):
         return Grid(kind, (1.0,), (8.0,), (1.0,), {name: (time,) for name, time in us.items()})
 
     def table_of(*grids, version="1"):
-        return table(*grids, versions={f"{g.kind.op}.{name}": version for g in grids for name in g.us})
+        return table(
+            *grids, versions={f"{g.kind.op}.{name}": version for g in grids for name in g.us}
+        )
 
     plain = grid(DENSE, a=1.0, b=2.0)
     step = grid(altered(DENSE, lse=True), a=3.0), grid(DENSE_GRADIENT, a=5.0)
@@ -551,14 +598,22 @@ def test_ops_that_are_timed_anew_keep_the_others():
     newer = joined(rest, table_of(*step, version="2"))
     assert newer.grids == (grid(DENSE, b=2.0), *step)
     assert newer.versions == {"attention.a": "2", "attention.b": "1", "attention_backward.a": "2"}
-    assert joined(table_of(plain), table_of(plain, version="2")).grids == (plain,), "a shape without times leaves"
+    assert joined(table_of(plain), table_of(plain, version="2")).grids == (plain,), (
+        "a shape without times leaves"
+    )
 
 
 def test_doctor_tells_what_a_table_lacks(cache):
     made = timed(sdpa=1.0, reference=2.0)
-    store.save(replace(made, versions={**made.versions, "attention.sdpa": "torch==1.0"}), path_for(cpu_name()))
+    store.save(
+        replace(made, versions={**made.versions, "attention.sdpa": "torch==1.0"}),
+        path_for(cpu_name()),
+    )
     told = told_of_the_table()
-    assert told["other_versions"]["attention.sdpa"]["timed"] == "torch==1.0" and "attention.flex" in told["unmeasured"]
+    assert (
+        told["other_versions"]["attention.sdpa"]["timed"] == "torch==1.0"
+        and "attention.flex" in told["unmeasured"]
+    )
     text = command("doctor", "--all").stdout
     assert "was timed as torch==1.0" in text and "without times: " in text
     path_for(cpu_name()).write_text("{")

@@ -1,4 +1,5 @@
-"""Measured times of linear layers: what is timed, how a call finds its times, and the choice by them."""
+"""Measured times of linear layers: what is timed, how a call finds its times, and the choice by
+them."""
 
 from itertools import pairwise
 
@@ -63,7 +64,8 @@ def test_every_linear_of_the_models_is_timed_once():
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_torchs_own_way_is_timed_compiled(rows):
-    """As one graph of norm, product, activation and residual, for any number of rows and of results."""
+    """As one graph of norm, product, activation and residual, for any number of rows and of
+    results."""
     counter = CompileCounter()
     for outs, more in ((32, 0), (48, rows > 1)):
         call = call_of(small(*NORM, *GATE, outs=outs), Sizes(rows + more, 1, 1), Pool("cpu"))
@@ -75,7 +77,8 @@ def test_torchs_own_way_is_timed_compiled(rows):
 
 
 def test_weights_are_cold(monkeypatch):
-    """A GPU runs through copies of the weight, which share no memory, and its time is that of one call."""
+    """A GPU runs through copies of the weight, which share no memory, and its time is that of one
+    call."""
     pool = Pool("cpu")
     call = call_of(SMALL, Sizes(2, 1, 1), pool)
     weight = call.arguments["weight"]
@@ -95,10 +98,16 @@ def test_weights_are_cold(monkeypatch):
 def test_measuring_leaves_the_judge_out(monkeypatch):
     """And a shape that `aten` alone serves, as on a CPU, has no grid."""
     seen = set()
-    monkeypatch.setattr(Stopwatch, "time", lambda self, kernel, *_: seen.add(kernel.name) or run.Timing(5.0))
+    monkeypatch.setattr(
+        Stopwatch, "time", lambda self, kernel, *_: seen.add(kernel.name) or run.Timing(5.0)
+    )
     sweep = Sweep(SMALL, (1.0, 2.0), (1.0,), (1.0,))
     assert measure([sweep], Stopwatch(), CPU)[0].grids == () and not seen
-    monkeypatch.setattr(Stopwatch, "candidates", lambda self, call: [(k, call, None) for k in kernels_of("linear").values()])
+    monkeypatch.setattr(
+        Stopwatch,
+        "candidates",
+        lambda self, call: [(k, call, None) for k in kernels_of("linear").values()],
+    )
     made, _ = measure([sweep], Stopwatch(), CPU)
     assert made.grids[0].kind == SMALL and len(made.grids[0].us) == len(seen) == 3
 
@@ -124,17 +133,28 @@ def test_the_nearest_shape_speaks_for_a_call(outs, width, asks, found):
     assert made.nearest(problem(outs, width, *asks, dtype=torch.float32)) is None
 
 
-@pytest.mark.parametrize(("rows", "chosen"), [(1, "triton"), (64, "triton"), (65, "aten"), (4096, "aten")])
+@pytest.mark.parametrize(
+    ("rows", "chosen"), [(1, "triton"), (64, "triton"), (65, "aten"), (4096, "aten")]
+)
 def test_the_choice_is_that_of_the_measured_times(rows, chosen):
     asked = problem(6144, 4096, *NORM, rows=rows)
-    for us, name in (({"triton": FAST, "aten": SLOW}, chosen), ({"triton": SLOW, "aten": FAST}, "aten")):
+    for us, name in (
+        ({"triton": FAST, "aten": SLOW}, chosen),
+        ({"triton": SLOW, "aten": FAST}, "aten"),
+    ):
         decision = select_by(table(*(grid(shape, us) for shape in NEAR)), asked)
         assert decision.kernel.name == name and decision.costs[name].how == MEASURED
 
 
 def test_times_grow_with_the_weight_and_scale_to_a_sibling():
-    made, kernels = table(grid(NEAR[0], {"triton": FAST, "aten": SLOW})), [kernels_of("linear")["aten"]]
-    us = [costs(problem(outs, 4096, *RESIDUAL), kernels, made)["aten"].us for outs in (2048, 4096, 8192)]
+    made, kernels = (
+        table(grid(NEAR[0], {"triton": FAST, "aten": SLOW})),
+        [kernels_of("linear")["aten"]],
+    )
+    us = [
+        costs(problem(outs, 4096, *RESIDUAL), kernels, made)["aten"].us
+        for outs in (2048, 4096, 8192)
+    ]
     assert us == [12.0, 12.0, 24.0]
     [there] = scaled(made, "NVIDIA H100 80GB HBM3").grids
     assert there.us["aten"][0] > SLOW[0]

@@ -1,4 +1,5 @@
-"""The files of .github fit their schemas, and the workflows call make's targets with the versions that pyproject.toml promises."""
+"""The files of .github fit their schemas, and the workflows call make's targets with the versions
+that pyproject.toml promises."""
 
 import re
 import subprocess
@@ -9,12 +10,24 @@ from packaging.requirements import Requirement
 
 from tests.helpers import ROOT
 
-pytest.importorskip("check_jsonschema", reason="the extra dev brings check-jsonschema, which has the schemas")
+pytest.importorskip(
+    "check_jsonschema", reason="the extra dev brings check-jsonschema, which has the schemas"
+)
 from ruamel.yaml import YAML
 
-FLOWS = {path.stem: YAML(typ="safe").load(path.read_text()) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
-STEPS = [step for flow in FLOWS.values() for job in flow["jobs"].values() for step in job.get("steps", [])]
-MAKES = sorted({target for step in STEPS for target in re.findall(r"\bmake ([\w-]+)", step.get("run", ""))})
+FLOWS = {
+    path.stem: YAML(typ="safe").load(path.read_text())
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+}
+STEPS = [
+    step
+    for flow in FLOWS.values()
+    for job in flow["jobs"].values()
+    for step in job.get("steps", [])
+]
+MAKES = sorted(
+    {target for step in STEPS for target in re.findall(r"\bmake ([\w-]+)", step.get("run", ""))}
+)
 PYPROJECT, MAKEFILE = ((ROOT / name).read_text() for name in ("pyproject.toml", "Makefile"))
 
 SCHEMAS = {
@@ -50,15 +63,23 @@ def test_the_quick_list_names_files_of_every_room():
 
 def test_workflows_install_through_make_alone():
     assert {"lint", "pytest", "docs", "dist"} <= set(MAKES)
-    assert not [run for step in STEPS if (run := step.get("run")) and not run.startswith(("make ", "printf "))]
+    assert not [
+        run
+        for step in STEPS
+        if (run := step.get("run")) and not run.startswith(("make ", "printf "))
+    ]
 
 
 def test_the_matrix_is_what_pyproject_promises():
     matrix = FLOWS["ci"]["jobs"]["versions"]["strategy"]["matrix"]
-    assert matrix["python"] == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PYPROJECT)
+    assert matrix["python"] == re.findall(
+        r'"Programming Language :: Python :: (3\.\d+)"', PYPROJECT
+    )
     for package in ["torch", "transformers"]:
         [oldest] = re.findall(rf'"{package}>=([\d.]+)"', PYPROJECT)
-        assert matrix[package][0].startswith(f"{package}=={oldest}.*") and matrix[package][-1].startswith(f"{package}>=")
+        assert matrix[package][0].startswith(f"{package}=={oldest}.*") and matrix[package][
+            -1
+        ].startswith(f"{package}>=")
 
 
 TOOLS = {
@@ -79,13 +100,27 @@ TOOLS = {
 
 
 def pins(file):
-    lines = [line for line in (ROOT / ".ci" / file).read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / ".ci" / file).read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     return dict(line.split("==") for line in lines)
 
 
 def test_the_oldest_versions_that_run_are_the_bounds_of_pyproject():
-    claims = [Requirement(text) for text in re.findall(r'"([A-Za-z][\w.-]*(?:\[\w+\])?>=[^"]+)"', PYPROJECT.split("[project.scripts]")[0])]
-    kernels = {"flashinfer-python", "sglang-kernel", "flash-attn-4", "sgl-flash-mla"}  # they need a GPU
+    claims = [
+        Requirement(text)
+        for text in re.findall(
+            r'"([A-Za-z][\w.-]*(?:\[\w+\])?>=[^"]+)"', PYPROJECT.split("[project.scripts]")[0]
+        )
+    ]
+    kernels = {
+        "flashinfer-python",
+        "sglang-kernel",
+        "flash-attn-4",
+        "sgl-flash-mla",
+    }  # they need a GPU
     tests = {"hypothesis", "expecttest", "onnxscript", "pytest", "pytest-timeout", "pytest-xdist"}
     docs = {"myst-parser", "pydata-sphinx-theme", "sphinx", "sphinx-copybutton", "sphinx-gallery"}
     oldest = pins("oldest.txt")
@@ -100,7 +135,8 @@ def test_the_newest_versions_are_pinned_by_nothing():
 
 
 def test_workflows_have_the_least_rights():
-    """Rights beyond reading are a job's, every action is a commit, and no checkout leaves its token behind."""
+    """Rights beyond reading are a job's, every action is a commit, and no checkout leaves its token
+    behind."""
     writes = {}
     for name, flow in FLOWS.items():
         assert flow["permissions"] == {"contents": "read"}, name

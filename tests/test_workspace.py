@@ -1,4 +1,5 @@
-"""A kernel that asks for a workspace: refused without it, chosen with it, and where the workspace comes from."""
+"""A kernel that asks for a workspace: refused without it, chosen with it, and where the workspace
+comes from."""
 
 from dataclasses import replace
 
@@ -26,9 +27,15 @@ def run(call):
 
 
 NEEDY = Kernel(
-    "needy", "paged_attention", run, takes=OPS["paged_attention"].spec.optional, dtypes=FLOATS, needs=(one_of("page_size", 16),),
-    workspace_bytes=lambda p: SIZE, cost_us=lambda p: 0.1,
-)  # fmt: skip
+    "needy",
+    "paged_attention",
+    run,
+    takes=OPS["paged_attention"].spec.optional,
+    dtypes=FLOATS,
+    needs=(one_of("page_size", 16),),
+    workspace_bytes=lambda p: SIZE,
+    cost_us=lambda p: 0.1,
+)
 
 
 @pytest.fixture
@@ -37,7 +44,9 @@ def needy(monkeypatch):
     before = registry_module._REGISTRY
     kernels = {op: dict(table) for op, table in before.kernels.items()}
     kernels["paged_attention"]["needy"] = NEEDY
-    monkeypatch.setattr(registry_module, "_REGISTRY", Registry(kernels, generation=before.generation + 1_000_000))
+    monkeypatch.setattr(
+        registry_module, "_REGISTRY", Registry(kernels, generation=before.generation + 1_000_000)
+    )
     parse_policy.cache_clear()
     yield
     parse_policy.cache_clear()
@@ -49,8 +58,12 @@ def zeros(size):
 
 def test_refused_without_and_with_too_little():
     call = DECODE.call()
-    assert str(NEEDY.refusals(call.problem)[0]).startswith("workspace=0 bytes (wants >= 1000 bytes, zeroed once: attnops.explain")
-    assert [len(NEEDY.refusals(call.with_(workspace=zeros(n)).problem)) for n in (SIZE - 1, SIZE)] == [1, 0]
+    assert str(NEEDY.refusals(call.problem)[0]).startswith(
+        "workspace=0 bytes (wants >= 1000 bytes, zeroed once: attnops.explain"
+    )
+    assert [
+        len(NEEDY.refusals(call.with_(workspace=zeros(n)).problem)) for n in (SIZE - 1, SIZE)
+    ] == [1, 0]
 
 
 def test_the_size_is_not_asked_of_a_problem_that_does_not_meet_the_needs():
@@ -70,10 +83,14 @@ def test_tests_bring_what_is_asked_for():
     ready = equip(NEEDY, call)
     workspace = ready.arguments["workspace"]
     assert workspace.dtype == torch.uint8 and workspace.numel() == SIZE and not workspace.any()
-    assert equip(NEEDY, ready) is ready and equip(replace(NEEDY, workspace_bytes=None), call) is call
+    assert (
+        equip(NEEDY, ready) is ready and equip(replace(NEEDY, workspace_bytes=None), call) is call
+    )
     assert not refusals(NEEDY, call) and check_kernel(NEEDY, call).worst <= 1.0
     packed = next(iter(CASES["varlen_attention"])).call()
-    assert equip(replace(NEEDY, op="varlen_attention"), packed) is packed, "that op takes no workspace"
+    assert equip(replace(NEEDY, op="varlen_attention"), packed) is packed, (
+        "that op takes no workspace"
+    )
 
 
 def test_chosen_once_there_is_enough(needy):
@@ -107,7 +124,11 @@ def test_an_unknown_size_counts_as_the_least_it_may_be(monkeypatch):
 def test_a_cache_owns_one_and_its_batches_carry_it():
     sizes = {"max_requests": 3, "max_pages_per_request": 4, "dtype": torch.float32, "device": "cpu"}
     pages = PagedCache(1, 8, 16, 2, 16, **sizes, workspace_bytes=SIZE)
-    assert pages.workspace.shape == (SIZE,) and pages.workspace.dtype == torch.uint8 and not pages.workspace.any()
+    assert (
+        pages.workspace.shape == (SIZE,)
+        and pages.workspace.dtype == torch.uint8
+        and not pages.workspace.any()
+    )
     assert pages.batch([pages.alloc()], 1).workspace is pages.workspace
 
 
@@ -115,4 +136,7 @@ def test_parts():
     workspace = zeros(memory.total(64))
     counters, scratch = memory.split(workspace, 64)
     assert counters.numel() == memory.COUNTERS and scratch.numel() == 64
-    assert counters.data_ptr() == workspace.data_ptr() and scratch.data_ptr() == workspace.data_ptr() + memory.COUNTERS
+    assert (
+        counters.data_ptr() == workspace.data_ptr()
+        and scratch.data_ptr() == workspace.data_ptr() + memory.COUNTERS
+    )

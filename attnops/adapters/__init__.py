@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import nn
 
 from attnops.adapters.callers import calls_sdpa
-from attnops.adapters.handle import MARK, PATCHING, Handle as Handle, refuse_nothing, refuse_other_options
+from attnops.adapters.handle import (
+    MARK,
+    PATCHING,
+    Handle as Handle,
+    refuse_nothing,
+    refuse_other_options,
+)
 from attnops.adapters.report import Report as Report, Verification as Verification
 from attnops.adapters.served import is_served
 from attnops.adapters.swap import Change, Site, Swapped as Swapped
@@ -34,23 +40,36 @@ LIBRARIES = {
     "torch": ("torch",),
     "torchtitan": ("torchtitan", "torchtitan_02"),
 }
-"""Packages whose classes have adapters, files of this folder: the first that the installed version of the package lets import."""
+"""Packages whose classes have adapters, files of this folder: the first that the installed version
+of the package lets import."""
 
 
 @overload
 def patch(
-    model: PreTrainedModel, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "auto",
+    model: PreTrainedModel,
+    *,
+    kernel: str | None = None,
+    mask: Mode = "auto",
+    cache: Kept = "auto",
     decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
-) -> Patched: ...  # fmt: skip
+) -> Patched: ...
 @overload
 def patch(
-    model: nn.Module, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "auto",
+    model: nn.Module,
+    *,
+    kernel: str | None = None,
+    mask: Mode = "auto",
+    cache: Kept = "auto",
     decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
-) -> Handle: ...  # fmt: skip
+) -> Handle: ...
 def patch(
-    model: nn.Module, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "auto",
+    model: nn.Module,
+    *,
+    kernel: str | None = None,
+    mask: Mode = "auto",
+    cache: Kept = "auto",
     decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
-) -> Handle:  # fmt: skip
+) -> Handle:
     """Switch the attention of a model to attnops.
 
         patched = attnops.patch(model)
@@ -58,10 +77,12 @@ def patch(
         patched.verify(...)     # the model's own inputs
         model = torch.compile(model)
 
-    A transformers model, or a module around one, goes to `attnops.hf.patch`. In other models these modules are switched: those whose code
-    calls torch's scaled_dot_product_attention (timm, torchtitan, diffusers, your own), torch.nn.MultiheadAttention (torchvision,
-    torch.nn.TransformerEncoder), and those that leave their attention to the dispatcher of diffusers (docs/adapters.md). Parameters, hooks
-    and the state_dict stay as they are. In training mode attention with dropout above 0 is torch's own.
+    A transformers model, or a module around one, goes to `attnops.hf.patch`. In other models these
+    modules are switched: those whose code calls torch's scaled_dot_product_attention (timm,
+    torchtitan, diffusers, your own), torch.nn.MultiheadAttention (torchvision,
+    torch.nn.TransformerEncoder), and those that leave their attention to the dispatcher of
+    diffusers (docs/adapters.md). Parameters, hooks and the state_dict stay as they are. In training
+    mode attention with dropout above 0 is torch's own.
 
     Args:
         model: a torch.nn.Module.
@@ -69,17 +90,27 @@ def patch(
         mask, cache, decode: of transformers models alone, see `attnops.hf.patch`.
 
     Returns:
-        The handle, with `report()`, `verify()` and `unpatch()`. A second call on the same model returns the same handle, also on
-        `torch.compile` of it.
+        The handle, with `report()`, `verify()` and `unpatch()`. A second call on the same model
+        returns the same handle, also on `torch.compile` of it.
 
     Raises:
-        PatchError: no module can be patched (the text has every reason), or the model is patched with other options.
+        PatchError: no module can be patched (the text has every reason), or the model is patched
+            with other options.
         UnknownKernel: no kernel has that name.
-        InvalidInput: an option of transformers models for another model, or a value that does not exist.
+        InvalidInput: an option of transformers models for another model, or a value that does not
+            exist.
     """
     if not isinstance(model, nn.Module):
-        inside = ", ".join(f".{name}" for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module))
-        fail(PatchError, f"patch: got {type(model).__name__}, want a torch.nn.Module{inside and f', as its {inside}'}")
+        inside = ", ".join(
+            f".{name}"
+            for name, value in getattr(model, "__dict__", {}).items()
+            if isinstance(value, nn.Module)
+        )
+        fail(
+            PatchError,
+            f"patch: got {type(model).__name__}, want a "
+            f"torch.nn.Module{inside and f', as its {inside}'}",
+        )
     with PATCHING:
         return _patched(model, {"kernel": kernel, "mask": mask, "cache": cache, "decode": decode})
 
@@ -92,7 +123,9 @@ def _patched(model: nn.Module, options: dict[str, Any]) -> Handle:
         return there
     handle: Handle
     transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is not None and any(isinstance(module, transformers.PreTrainedModel) for module in model.modules()):
+    if transformers is not None and any(
+        isinstance(module, transformers.PreTrainedModel) for module in model.modules()
+    ):
         if any("can_flatten_inputs" in vars(module) for module in model.modules()):
             handle = import_module("attnops.adapters.sentence_transformers").patch(model, options)
         else:
@@ -101,7 +134,12 @@ def _patched(model: nn.Module, options: dict[str, Any]) -> Handle:
     warn_if_newer("torch")
     for field in ("mask", "cache", "decode"):
         value = options[field]
-        need(value == "auto", field, repr(value), f"'auto': {type(model).__name__} holds no transformers.PreTrainedModel")
+        need(
+            value == "auto",
+            field,
+            repr(value),
+            f"'auto': {type(model).__name__} holds no transformers.PreTrainedModel",
+        )
     kernel = options["kernel"]
     if kernel is not None:
         check_kernel(kernel, ("attention",))
@@ -118,14 +156,31 @@ def _sites(model: nn.Module, kernel: str | None) -> list[Site]:
     for path, module in model.named_modules():
         change = _change(module, kernel)
         if isinstance(change, Change) and change.target is module and "forward" in vars(module):
-            change = "its forward is replaced on the module itself, by a hook of accelerate or torch.compile(module.forward); patch before"
+            change = (
+                "its forward is replaced on the module itself, by a hook of accelerate or "
+                "torch.compile(module.forward); patch before"
+            )
         if change is not None:
             found.append(Site(path, module, change))
         elif "Attention" in type(module).__name__ or "Attn" in type(module).__name__:
-            named.append(Site(path, module, "its code does not call torch's scaled_dot_product_attention"))
-    # A module around attention modules, or one that is a part of one, has their name and no attention of its own.
-    alone = [n for n in named if not any(_within(n.path, f.path) or _within(f.path, n.path) for f in found)]
-    return [*found, *(n for n in alone if not any(n is not other and _within(other.path, n.path) for other in alone))]
+            named.append(
+                Site(path, module, "its code does not call torch's scaled_dot_product_attention")
+            )
+    # A module around attention modules, or one that is a part of one, has their name and no
+    # attention of its own.
+    alone = [
+        n
+        for n in named
+        if not any(_within(n.path, f.path) or _within(f.path, n.path) for f in found)
+    ]
+    return [
+        *found,
+        *(
+            n
+            for n in alone
+            if not any(n is not other and _within(other.path, n.path) for other in alone)
+        ),
+    ]
 
 
 def _within(path: str, parent: str) -> bool:
@@ -133,7 +188,8 @@ def _within(path: str, parent: str) -> bool:
 
 
 def _change(module: nn.Module, kernel: str | None) -> Change | str | None:
-    """The change that switches a module, the reason against it, or None for a module without attention."""
+    """The change that switches a module, the reason against it, or None for a module without
+    attention."""
     cls: Any = type(module)
     if isinstance(module, MultiheadAttention) or is_served(cls):
         return "it calls attnops already"
@@ -153,7 +209,8 @@ def _change(module: nn.Module, kernel: str | None) -> Change | str | None:
 
 @functools.cache
 def _adapter(package: str) -> ModuleType | str | None:
-    """The adapter of a package; why none can be imported, for another version of it; None where there is none."""
+    """The adapter of a package; why none can be imported, for another version of it; None where
+    there is none."""
     why: str | None = None
     for name in LIBRARIES.get(package, ()):
         try:

@@ -17,14 +17,24 @@ TORCHS = F.scaled_dot_product_attention
 
 @functools.cache
 def callers(cls: Any) -> tuple[str, ...]:
-    """The methods of a class whose code calls torch's `scaled_dot_product_attention`, itself or through functions of its package.
+    """The methods of a class whose code calls torch's `scaled_dot_product_attention`, itself or
+    through functions of its package.
 
     `forward` speaks for static methods and class methods.
     """
     packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"torch", "builtins"}
     # Of every base: a method may call the one that it overrides.
-    methods = [(name, method) for base in reversed(cls.__mro__) for name, method in vars(base).items() if name != "__init__"]
-    found = [name if isinstance(method, FunctionType) else "forward" for name, method in methods if _calls(method, packages)]
+    methods = [
+        (name, method)
+        for base in reversed(cls.__mro__)
+        for name, method in vars(base).items()
+        if name != "__init__"
+    ]
+    found = [
+        name if isinstance(method, FunctionType) else "forward"
+        for name, method in methods
+        if _calls(method, packages)
+    ]
     return tuple(dict.fromkeys(found))
 
 
@@ -38,7 +48,11 @@ def _calls(function: Callable[..., Any], packages: set[str]) -> bool:
     seen: set[CodeType] = set()
     while waiting:
         function = inspect.unwrap(waiting.pop())
-        if not isinstance(function, FunctionType) or function.__module__.partition(".")[0] not in packages or function.__code__ in seen:
+        if (
+            not isinstance(function, FunctionType)
+            or function.__module__.partition(".")[0] not in packages
+            or function.__code__ in seen
+        ):
             continue
         seen.add(function.__code__)
         found = list(_named(function.__code__, function.__globals__))
@@ -49,17 +63,26 @@ def _calls(function: Callable[..., Any], packages: set[str]) -> bool:
 
 
 def _named(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
-    """The globals that a code reads, the attributes of modules among them, and `scaled_dot_product_attention` of local names but `self`."""
-    before: Any = None  # the object that the last instruction read, or the name of a local variable, which may be a module too
+    """The globals that a code reads, the attributes of modules among them, and
+    `scaled_dot_product_attention` of local names but `self`."""
+    # the object that the last instruction read, or the name of a local variable, which may be a
+    # module too
+    before: Any = None
     for step in dis.get_instructions(code):
         name, read = step.argval, None
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             read = names.get(name)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(before, ModuleType):
             read = getattr(before, name, None)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(before, str) and before != "self":
+        elif (
+            step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            and isinstance(before, str)
+            and before != "self"
+        ):
             read = TORCHS if name == NAME else before
-        elif step.opname == "IMPORT_FROM" and name == NAME and "torch.nn.functional" in code.co_names:
+        elif (
+            step.opname == "IMPORT_FROM" and name == NAME and "torch.nn.functional" in code.co_names
+        ):
             read = TORCHS
         elif step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
             read = name[-1] if isinstance(name, tuple) else name

@@ -27,23 +27,31 @@ MARK = "_attnops"
 """The attribute by which a patched model holds its handle."""
 
 PATCHING = threading.RLock()
-"""Held while a model is patched or unpatched: what both write lies in the model's modules, its configs and its class."""
+"""Held while a model is patched or unpatched: what both write lies in the model's modules, its
+configs and its class."""
 
 
 def refuse_other_options(asked: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Raise PatchError, with the options that differ, unless a patched model is asked for the options that it has, `held`."""
+    """Raise PatchError, with the options that differ, unless a patched model is asked for the
+    options that it has, `held`."""
     others = [field for field, value in asked.items() if value != held[field]]
     if others:
-        got, has = (", ".join(f"{field}={_shown(options[field])}" for field in others) for options in (asked, held))
+        got, has = (
+            ", ".join(f"{field}={_shown(options[field])}" for field in others)
+            for options in (asked, held)
+        )
         want = "call unpatch() on its handle first, or patch() with the options that it has"
         fail(PatchError, f"patch: got {got} for a model that is patched with {has}; {want}")
 
 
 def refuse_nothing(name: str, reasons: Iterable[tuple[Any, object]]) -> NoReturn:
-    """Raise PatchError for a model of this class name without a module to patch. reasons: each attention module, and why not."""
+    """Raise PatchError for a model of this class name without a module to patch. reasons: each
+    attention module, and why not."""
     lines = dict.fromkeys(f"{type(module).__name__}: {why}" for module, why in reasons)
     head = f"patch: nothing to patch in {name}"
-    fail(PatchError, "\n  ".join([head, *lines]) if lines else f"{head}: it has no attention module")
+    fail(
+        PatchError, "\n  ".join([head, *lines]) if lines else f"{head}: it has no attention module"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -56,7 +64,8 @@ def _shown(value: Any) -> str:
 class Handle(ABC):
     """A patched model, and the way back; also a context manager that unpatches at its end.
 
-    active: is the model patched? False after `unpatch()`, when the handle holds the model no longer.
+    active: is the model patched? False after `unpatch()`, when the handle holds the model no
+    longer.
     """
 
     active: bool
@@ -77,23 +86,30 @@ class Handle(ABC):
 
     @abstractmethod
     def report(self) -> Report:
-        """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`."""
+        """Every attention module with its status. `print` it, give it to rich, or take
+        `Report.to_dict()`."""
 
     @abstractmethod
     def verify(self, *inputs: Any, **named: Any) -> Verification:
         """Run the model on these inputs as patched and with its own attention, and compare.
 
         Args:
-            inputs, named: the model's own arguments; also `tolerance`, on the relative difference, and `strict`, False to raise no error
-                where the figures are worse than that.
+            inputs, named: the model's own arguments; also `tolerance`, on the relative difference,
+                and `strict`, False to raise no error where the figures are worse than that.
 
         Raises PatchError when the comparison cannot be made or fails.
         """
 
     def _verified(
-        self, given: tuple[Any, Any], tolerance: float | None, strict: bool, against: str, visible: Tensor | None = None
+        self,
+        given: tuple[Any, Any],
+        tolerance: float | None,
+        strict: bool,
+        against: str,
+        visible: Tensor | None = None,
     ) -> Verification:
-        """`verify` on these inputs, by position and by name. against: what `_stock` gives back. visible: positions that count."""
+        """`verify` on these inputs, by position and by name. against: what `_stock` gives back.
+        visible: positions that count."""
         if not self.active:
             fail(PatchError, "verify: the model is not patched any more")
         with evaluating(self.model), torch.no_grad():
@@ -131,11 +147,15 @@ class Handle(ABC):
     def release(self) -> None:  # noqa: B027 - other models keep nothing
         """Free the memory that is kept for later calls, see `attnops.hf.Patched`."""
 
-    def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedModelCache:
+    def new_cache(
+        self, max_batch: int, max_length: int, *, page_size: int | None = None
+    ) -> PagedModelCache:
         """A cache of pages, see `attnops.hf.Patched`. Raises PatchError for other models."""
         self._has_no_cache("new_cache")
 
-    def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
+    def step(
+        self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None
+    ) -> Tensor:
         """A decode step, see `attnops.hf.Patched`. Raises PatchError for other models."""
         self._has_no_cache("step")
 
@@ -153,4 +173,7 @@ class Handle(ABC):
         self.unpatch()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.report()._title()}{'' if self.active else '; unpatched'}>"
+        return (
+            f"<{type(self).__name__} "
+            f"{self.report()._title()}{'' if self.active else '; unpatched'}>"
+        )

@@ -1,8 +1,9 @@
 """Replicas that `torch.nn.DataParallel` makes of a patched module.
 
-A replica begins with a copy of the module's `__dict__`. A method that attnops put there holds the module,
-and would run its weights, pages and graphs in place of the replica's weights: replicas leave it out.
-They keep attnops' data, such as the rule of a router. It serves whichever module it is looked up on.
+A replica begins with a copy of the module's `__dict__`. A method that attnops put there holds the
+module, and would run its weights, pages and graphs in place of the replica's weights: replicas
+leave it out. They keep attnops' data, such as the rule of a router. It serves whichever module it
+is looked up on.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ _METHOD = "_replicate_for_data_parallel"
 
 
 class Replicas:
-    """A module's method that makes a replica. It holds data only, so that a deep copy of the module has one of its own.
+    """A module's method that makes a replica. It holds data only, so that a deep copy of the module
+    has one of its own.
 
-    kept_out: names in the module's `__dict__`, each with attnops' value and the one that was there before, or None.
+    kept_out: names in the module's `__dict__`, each with attnops' value and the one that was there
+    before, or None.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,7 +47,8 @@ def place(module: Any, name: str, value: Any) -> None:
 
 
 def take_back(module: Any, name: str, value: Any, before: Any = None) -> None:
-    """Take out the value that `place` put there, unless another has replaced it, and put `before` there if it is not None."""
+    """Take out the value that `place` put there, unless another has replaced it, and put `before`
+    there if it is not None."""
     own = vars(module)
     if own.get(name) is value:
         _put(own, name, before)

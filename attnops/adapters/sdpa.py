@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
 
 def _why_torchs(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: Any
-) -> str:  # fmt: skip
+) -> str:
     """What makes a call torch's own, whatever its sizes and dtypes are; "": nothing."""
     for x in (query, key, value) if mask is None else (query, key, value, mask):
         if not isinstance(x, Tensor):
@@ -135,7 +135,7 @@ def _four_dims(x: Tensor) -> Tensor:
 
 def _why_refused(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
-) -> str:  # fmt: skip
+) -> str:
     """What of the sizes and dtypes `attnops.attention` does not take; "": nothing."""
     if not query.dim() == key.dim() == value.dim() == 4 or not query.is_floating_point():
         return _described(query, key, value)

@@ -1,4 +1,5 @@
-"""Sites of attention in a module that is no transformers model, and the handle that switches them and switches them back."""
+"""Sites of attention in a module that is no transformers model, and the handle that switches them
+and switches them back."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ from attnops.nn.class_swap import Swap
 class Change:
     """A change of one object.
 
-    target: a module, or the object to which it leaves its attention. into: a subclass of the target's class that takes its place, the
-    name of the method in which torch's scaled_dot_product_attention is to be ours, or None. attributes: to set on the target; one at
-    least, because Dynamo of torch 2.11 looks again at the class of a module only once the module's dict has changed. note: for the report.
+    target: a module, or the object to which it leaves its attention. into: a subclass of the
+    target's class that takes its place, the name of the method in which torch's
+    scaled_dot_product_attention is to be ours, or None. attributes: to set on the target; one at
+    least, because Dynamo of torch 2.11 looks again at the class of a module only once the module's
+    dict has changed. note: for the report.
     """
 
     target: Any
@@ -45,7 +48,8 @@ def _as_it_is(own: Any) -> Any:
 
 @dataclass(frozen=True)
 class Site:
-    """An attention module by its name, with the change that switches it, or the reason why it keeps its own attention."""
+    """An attention module by its name, with the change that switches it, or the reason why it keeps
+    its own attention."""
 
     path: str
     module: nn.Module
@@ -53,15 +57,27 @@ class Site:
 
 
 class Swapped(Handle):
-    """A module whose attention modules call attnops. Made by `attnops.patch`; also a context manager that unpatches at its end.
+    """A module whose attention modules call attnops. Made by `attnops.patch`; also a context
+    manager that unpatches at its end.
 
-    Parameters, buffers, hooks and the state_dict stay as they are: attention modules become objects of a subclass of their class.
+    Parameters, buffers, hooks and the state_dict stay as they are: attention modules become objects
+    of a subclass of their class.
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any], sites: list[Site]) -> None:
-        self._held, self.options, self.kernel, self.sites, self.active = model, options, options["kernel"], sites, False
+        self._held, self.options, self.kernel, self.sites, self.active = (
+            model,
+            options,
+            options["kernel"],
+            sites,
+            False,
+        )
         self._rows = tuple(
-            Row(site.path, type(site.module).__name__, f"skipped: {site.change}" if isinstance(site.change, str) else PATCHED)
+            Row(
+                site.path,
+                type(site.module).__name__,
+                f"skipped: {site.change}" if isinstance(site.change, str) else PATCHED,
+            )
             for site in sites
         )
         self.inner: list[Handle] = []  # of parts
@@ -108,26 +124,36 @@ class Swapped(Handle):
             held.clear()
 
     def report(self) -> Report:
-        """Every attention module with its status. `print` it, give it to rich, or take `Report.to_dict()`.
+        """Every attention module with its status. `print` it, give it to rich, or take
+        `Report.to_dict()`.
 
         After `unpatch()` it is that of the moment of `unpatch()`.
         """
         return self._last or self._report()
 
     def _report(self) -> Report:
-        notes = ["in training mode, layers with attention dropout above 0 are computed by torch", *(c.note for c in self.changes if c.note)]
-        return Report(type(self.model).__name__, self.kernel, self._rows, tuple(dict.fromkeys(notes)))
+        notes = [
+            "in training mode, layers with attention dropout above 0 are computed by torch",
+            *(c.note for c in self.changes if c.note),
+        ]
+        return Report(
+            type(self.model).__name__, self.kernel, self._rows, tuple(dict.fromkeys(notes))
+        )
 
-    def verify(self, *inputs: Any, tolerance: float | None = None, strict: bool = True, **named: Any) -> Verification:
+    def verify(
+        self, *inputs: Any, tolerance: float | None = None, strict: bool = True, **named: Any
+    ) -> Verification:
         """Run the model on these inputs as patched and as it was, in eval mode, and compare.
 
         Args:
             inputs, named: the model's own arguments.
-            tolerance: on the largest difference over the largest value of its own attention; default by dtype (float32: 2e-5).
+            tolerance: on the largest difference over the largest value of its own attention;
+                default by dtype (float32: 2e-5).
             strict: raise when the figures are worse than that.
 
-        Raises PatchError when the model is not patched, when a module has another class, forward or attribute than `patch` left, when the
-        output is missing, or (strict) when the comparison fails.
+        Raises PatchError when the model is not patched, when a module has another class, forward or
+        attribute than `patch` left, when the output is missing, or (strict) when the comparison
+        fails.
         """
         for swap in self._swaps:
             if not swap.is_whole() or "forward" in vars(swap.target):

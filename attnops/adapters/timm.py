@@ -11,7 +11,8 @@ from attnops.adapters.swap import Change
 
 
 def change(module: nn.Module, kernel: str | None) -> Change | str | None:
-    """The change that switches a module with `fused_attn`, which is True from then on; None for other modules."""
+    """The change that switches a module with `fused_attn`, which is True from then on; None for
+    other modules."""
     cls: Any = type(module)
     if "fused_attn" not in vars(module) or not calls_sdpa(cls):
         return None

@@ -12,7 +12,10 @@ from attnops.core.checks import is_foreign
 from attnops.core.tracers import is_recorded
 from attnops.nn.multihead import MultiheadAttention
 
-NOTE = "torch.nn.MultiheadAttention returns weights by default; such calls run in plain torch, calls with need_weights=False in attnops"
+NOTE = (
+    "torch.nn.MultiheadAttention returns weights by default; such calls run in plain torch, "
+    "calls with need_weights=False in attnops"
+)
 
 
 def stock(
@@ -84,5 +87,6 @@ def change(module: nn.Module, kernel: str | None) -> Change | str | None:
         return None
     if type(module) is not nn.MultiheadAttention:
         return "it is a subclass of torch.nn.MultiheadAttention, whose code may differ"
-    # Encoder layers read the weights of a module with this flag for a kernel of their own, and do not call it.
+    # Encoder layers read the weights of a module with this flag for a kernel of their own, and do
+    # not call it.
     return Change(module, Served, {"_qkv_same_embed_dim": False, "kernel": kernel}, NOTE)

@@ -1,4 +1,5 @@
-"""`attnops bench`: suites that measure attnops beside its alternatives, in one run. Rows of all suites are dicts, see `rows.Row`."""
+"""`attnops bench`: suites that measure attnops beside its alternatives, in one run. Rows of all
+suites are dicts, see `rows.Row`."""
 
 from __future__ import annotations
 
@@ -26,13 +27,23 @@ class Point(NamedTuple):
     def parse(cls, text: str) -> Point:
         """`8x1k` or `8x1024`. Raises InvalidInput."""
         found = re.fullmatch(r"(\d+)x(\d+)(k?)", text.strip().lower(), re.ASCII)
-        batch, context = (int(found[1]), int(found[2]) * (1024 if found[3] else 1)) if found else (0, 0)
+        batch, context = (
+            (int(found[1]), int(found[2]) * (1024 if found[3] else 1)) if found else (0, 0)
+        )
         if not batch or not context:
-            raise InvalidInput("points", repr(text), "BATCHxCONTEXT, both at least 1, as 8x1k or 8x1024, with commas between them")
+            raise InvalidInput(
+                "points",
+                repr(text),
+                "BATCHxCONTEXT, both at least 1, as 8x1k or 8x1024, with commas between them",
+            )
         return cls(batch, context)
 
 
-CEILINGS = {"of_bandwidth": "bandwidth_tb_s", "of_flops": "matmul_tflop_s", "of_matmul": "matmul_tflop_s"}
+CEILINGS = {
+    "of_bandwidth": "bandwidth_tb_s",
+    "of_flops": "matmul_tflop_s",
+    "of_matmul": "matmul_tflop_s",
+}
 """By figure of a row, the ceiling that it is a share of."""
 
 
@@ -40,8 +51,9 @@ CEILINGS = {"of_bandwidth": "bandwidth_tb_s", "of_flops": "matmul_tflop_s", "of_
 class Setup:
     """The options of a run.
 
-    backend: of torch.compile; any other than Inductor is for tests. ceilings: of `attnops.tune.clock.ceilings`. engines: names of other
-    engines, each with the Python of its environment.
+    backend: of torch.compile; any other than Inductor is for tests. ceilings: of
+    `attnops.tune.clock.ceilings`. engines: names of other engines, each with the Python of its
+    environment.
     """
 
     device: torch.device
@@ -61,8 +73,13 @@ class Setup:
 
     @property
     def size(self) -> str:
-        """`full` on a GPU and `small` on a CPU, with `quick` "quick" and "toy": suites choose their cases by it."""
-        return ("quick" if self.quick else "full") if self.on_gpu else ("toy" if self.quick else "small")
+        """`full` on a GPU and `small` on a CPU, with `quick` "quick" and "toy": suites choose their
+        cases by it."""
+        return (
+            ("quick" if self.quick else "full")
+            if self.on_gpu
+            else ("toy" if self.quick else "small")
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,14 +87,27 @@ class Setup:
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     def shares(self, us: float, **work: float) -> dict[str, float]:
-        """By figure the bytes or operations that are done in `us`, 0 where unknown, as a share of the ceiling measured in this run."""
-        tera = {figure: done / us / 1e6 for figure, done in work.items() if done and CEILINGS[figure] in self.ceilings}
-        return {figure: round(rate / self.ceilings[CEILINGS[figure]], 4) for figure, rate in tera.items()}
+        """By figure the bytes or operations that are done in `us`, 0 where unknown, as a share of
+        the ceiling measured in this run."""
+        tera = {
+            figure: done / us / 1e6
+            for figure, done in work.items()
+            if done and CEILINGS[figure] in self.ceilings
+        }
+        return {
+            figure: round(rate / self.ceilings[CEILINGS[figure]], 4)
+            for figure, rate in tera.items()
+        }
 
     def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """`function` through torch.compile with the run's backend. options: of torch.compile; Inductor's go to Inductor alone."""
+        """`function` through torch.compile with the run's backend. options: of torch.compile;
+        Inductor's go to Inductor alone."""
         inductor = self.backend == "inductor"
-        given = {name: value for name, value in options.items() if inductor or name not in ("mode", "options")}
+        given = {
+            name: value
+            for name, value in options.items()
+            if inductor or name not in ("mode", "options")
+        }
         made: Callable[..., Any] = torch.compile(function, backend=self.backend, **given)
         return made
 
@@ -86,5 +116,11 @@ def device_of(name: str) -> torch.device:
     """The device called `cpu` or `cuda`; "" is CUDA if available. Raises InvalidInput."""
     here = torch.cuda.is_available()
     if name not in ("", "cpu", "cuda") or (name == "cuda" and not here):
-        raise InvalidInput("device", repr(name), "cpu or cuda" if here else "cpu: torch finds no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device()) if here and name != "cpu" else torch.device("cpu")
+        raise InvalidInput(
+            "device", repr(name), "cpu or cuda" if here else "cpu: torch finds no CUDA device"
+        )
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if here and name != "cpu"
+        else torch.device("cpu")
+    )

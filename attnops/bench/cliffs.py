@@ -1,10 +1,12 @@
 """Suite `cliffs`: seconds of a call right after a change, and of the same call again.
 
-The changes meet one patched model that is warm, so that its steps are compiled and captured. `first_s`: the call after the change, the
-change included. `then_s`: the same call again. `cost_s`: the difference. Without a change, steps that began without a compiler are
-compiled once, in the call that reaches their number: `steps are compiled`. `attnops`: `attnops.patch(model)`, no more. `attnops_piecewise`,
-`attnops_breakable`: with `decode=`. `attnops_paged`, on a CPU: over pages without graphs. The suite `generate` judges the results of such
-calls, and has the first call of a process.
+The changes meet one patched model that is warm, so that its steps are compiled and captured.
+`first_s`: the call after the change, the change included. `then_s`: the same call again. `cost_s`:
+the difference. Without a change, steps that began without a compiler are compiled once, in the call
+that reaches their number: `steps are compiled`. `attnops`: `attnops.patch(model)`, no more.
+`attnops_piecewise`, `attnops_breakable`: with `decode=`. `attnops_paged`, on a CPU: over pages
+without graphs. The suite `generate` judges the results of such calls, and has the first call of a
+process.
 """
 
 from __future__ import annotations
@@ -44,7 +46,12 @@ class Warm(NamedTuple):
     def filled(self) -> Any:
         """A new cache with the prompt in it, and with room for further steps."""
         cache = self.handle.new_cache(self.point.batch, self.point.context + 4 * STEPS)
-        self.model(models.tokens(self.setup, self.model, *self.point), **argument(self.model, cache), use_cache=True, logits_to_keep=1)
+        self.model(
+            models.tokens(self.setup, self.model, *self.point),
+            **argument(self.model, cache),
+            use_cache=True,
+            logits_to_keep=1,
+        )
         return cache
 
     def steps(self, *caches: Any) -> None:
@@ -58,7 +65,11 @@ class Warm(NamedTuple):
 
     def in_a_thread(self) -> Any:
         """A call in a new thread, whose device is not yet this one's."""
-        more: Row = {"initializer": torch.cuda.set_device, "initargs": (self.setup.device,)} if self.setup.on_gpu else {}
+        more: Row = (
+            {"initializer": torch.cuda.set_device, "initargs": (self.setup.device,)}
+            if self.setup.on_gpu
+            else {}
+        )
         with ThreadPoolExecutor(1, **more) as pool:
             return pool.submit(self.generate).result()
 
@@ -86,19 +97,28 @@ SWITCH = "steps are compiled"
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """All changes of a way, and another adapter, at the first prompt of each model of the suite `generate`."""
+    """All changes of a way, and another adapter, at the first prompt of each model of the suite
+    `generate`."""
     measured: Row = models.over(setup, "cliffs", measure)
     asked = [(way, adapters) for way in ways.here(setup, "cliffs") for adapters in (False, True)]
     return {
-        f"{case}, {way}" + (f", {ADAPTER}" if adapters else ""): partial(one, way=way, adapters=adapters)
-        for way, adapters in asked for case, one in measured.items()
-    }  # fmt: skip
+        f"{case}, {way}" + (f", {ADAPTER}" if adapters else ""): partial(
+            one, way=way, adapters=adapters
+        )
+        for way, adapters in asked
+        for case, one in measured.items()
+    }
 
 
 @torch.no_grad()
 def measure(
-    setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops", adapters: bool = False
-) -> Rows:  # fmt: skip
+    setup: Setup,
+    kept: models.Kept,
+    name: str,
+    point: Point,
+    way: str = "attnops",
+    adapters: bool = False,
+) -> Rows:
     """The changes of one way, one after the other. adapters: of another adapter alone.
 
     Raises LeftOut without a peft that transformers takes.
@@ -112,11 +132,17 @@ def measure(
         for _ in range(generate.warm_calls(setup)):
             warm.generate()
         if not adapters and handle.decode.mode == "auto":
-            rows.append(row_of(f"{name} {point}, {SWITCH}", way, seconds(warm.generate), seconds(warm.generate)))
+            rows.append(
+                row_of(
+                    f"{name} {point}, {SWITCH}", way, seconds(warm.generate), seconds(warm.generate)
+                )
+            )
         else:
             warm.generate()
         warm.steps(warm.filled())
-        for change, make in ({ADAPTER: lambda warm: warm.switched} if adapters else CHANGES).items():
+        for change, make in (
+            {ADAPTER: lambda warm: warm.switched} if adapters else CHANGES
+        ).items():
             run = make(warm)
             rows.append(row_of(f"{name} {point}, {change}", way, seconds(run), seconds(run)))
             warm.generate()
@@ -126,7 +152,12 @@ def measure(
 def row_of(case: str, way: str, first_s: float, then_s: float) -> Row:
     """The row of a call, and of the same call again."""
     figures = {"first_s": first_s, "then_s": then_s, "cost_s": first_s - then_s}
-    return {"case": case, "way": way, "median_us": round(1e6 * first_s, 2), **{figure: round(s, 3) for figure, s in figures.items()}}
+    return {
+        "case": case,
+        "way": way,
+        "median_us": round(1e6 * first_s, 2),
+        **{figure: round(s, 3) for figure, s in figures.items()},
+    }
 
 
 def add_adapters(model: Any) -> None:

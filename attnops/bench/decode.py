@@ -1,24 +1,32 @@
-"""Suites `decode`: a step of one new token a request over a full cache, and `prefill`: the time to the first token, of whole models.
+"""Suites `decode`: a step of one new token a request over a full cache, and `prefill`: the time to
+the first token, of whole models.
 
-`hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache, compiled as `generate()` does it.
-`attnops_eager`, `attnops_hf`, `attnops_paged`: the same model, patched; over transformers' static cache and over pages, compiled.
-`attnops_piecewise`, `attnops_breakable`: over pages, in CUDA graphs (`attnops.patch(..., decode=)`). `hf_tuned`, `attnops_tuned`:
-`hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent. `attnops_apart`: `attnops_piecewise` with torch's own linears, and
-with rotation, write and attention of a step apart, by policy. `attnops_linears` and `attnops_one_launch`: with one of the two. The ways in
-NAMED run only if `--ways` names them. `attnops_mxfp4`, of a gpt-oss: `attnops_piecewise` after `attnops.hf.pack_experts`; the experts of
-every way then have the values that MXFP4 has.
+`hf_eager`: transformers with SDPA over its dynamic cache. `hf_compiled`: over its static cache,
+compiled as `generate()` does it. `attnops_eager`, `attnops_hf`, `attnops_paged`: the same model,
+patched; over transformers' static cache and over pages, compiled. `attnops_piecewise`,
+`attnops_breakable`: over pages, in CUDA graphs (`attnops.patch(..., decode=)`). `hf_tuned`,
+`attnops_tuned`: `hf_compiled` and `attnops_piecewise` with Inductor's coordinate descent.
+`attnops_apart`: `attnops_piecewise` with torch's own linears, and with rotation, write and
+attention of a step apart, by policy. `attnops_linears` and `attnops_one_launch`: with one of the
+two. The ways in NAMED run only if `--ways` names them. `attnops_mxfp4`, of a gpt-oss:
+`attnops_piecewise` after `attnops.hf.pack_experts`; the experts of every way then have the values
+that MXFP4 has.
 
-A measurement is as many steps one after the other as there are tokens, with one wait for the device at the end. `synchronised_us`: of a
-step where the host waits after each. `vllm`, `sglang`: a step of other engines, from a call of `generate` less a shorter one.
+A measurement is as many steps one after the other as there are tokens, with one wait for the device
+at the end. `synchronised_us`: of a step where the host waits after each. `vllm`, `sglang`: a step
+of other engines, from a call of `generate` less a shorter one.
 
-`first_s`: the first steps, compilation and capture included, with an empty compile cache. `of_bandwidth`: the bytes a step must read over
-its time, as a share of the bandwidth measured in the same run. `us_...`: GPU time by kind of kernel, and the gaps between kernels.
+`first_s`: the first steps, compilation and capture included, with an empty compile cache.
+`of_bandwidth`: the bytes a step must read over its time, as a share of the bandwidth measured in
+the same run. `us_...`: GPU time by kind of kernel, and the gaps between kernels.
 
-`prefill` has prompts over an empty cache and the last token's logits. Those of several rows are padded on the left: rows have an eighth of
-the tokens to all of them. `hf_compiled` and `attnops_compiled` are the compiled forward of the plain and the patched model; their cache is
-made anew by every call. `attnops_paged` and `attnops_prompt` are over pages, as `generate()` runs prompts before and after it compiles
-their layers; `first_s` is that of as many calls as a capture needs. `of_matmul`: the products and the attention of tokens that are no
-padding over their time, as a share of the rate measured in the same run.
+`prefill` has prompts over an empty cache and the last token's logits. Those of several rows are
+padded on the left: rows have an eighth of the tokens to all of them. `hf_compiled` and
+`attnops_compiled` are the compiled forward of the plain and the patched model; their cache is made
+anew by every call. `attnops_paged` and `attnops_prompt` are over pages, as `generate()` runs
+prompts before and after it compiles their layers; `first_s` is that of as many calls as a capture
+needs. `of_matmul`: the products and the attention of tokens that are no padding over their time, as
+a share of the rate measured in the same run.
 """
 
 from __future__ import annotations
@@ -44,8 +52,8 @@ from attnops.hf.cache.names import argument
 from attnops.hf.steps.prompt import CAPTURE_AFTER
 from attnops.tune.clock import Timed, seconds, steps_us, synchronize
 
-# Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its share. A cache with windows can be rewound
-# by fewer than 32 tokens.
+# Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its
+# share. A cache with windows can be rewound by fewer than 32 tokens.
 NEW, NEW_ON_GPU, NEW_IN_WINDOWS = 4, 40, 16
 LESS, ROUNDS = 8, 5  # tokens of the calls of other engines that are subtracted, and their rounds
 
@@ -53,7 +61,8 @@ Ran = tuple[float, float, str]  # a kernel that ran: its start and end in micros
 # The first pattern that a kernel's name matches gives its kind; other kernels are glue.
 KINDS = {
     r"^triton_(poi|red|per|for)_": "glue",  # Inductor names a fused kernel after all its parts
-    r"flash|attend|combine|attention|fmha|mla|xqa|sdpa|prepare_varlen|lean_reduction|^decode$": "attention",
+    r"flash|attend|combine|attention|fmha|mla|xqa|sdpa": "attention",
+    r"prepare_varlen|lean_reduction|^decode$": "attention",
     r"gemm|gemv|nvjet|splitk|cublas|cutlass|_mm_|triton_tem|^(one|few)_(row|token)": "matmul",
 }
 
@@ -64,7 +73,9 @@ def cases(setup: Setup) -> dict[str, Case]:
     Raises InvalidInput for a way that this device does not have.
     """
     ways.check(setup, "decode")
-    others = peers.cases(setup, "decode", LESS + (NEW_ON_GPU if setup.on_gpu else NEW), ROUNDS, LESS)
+    others = peers.cases(
+        setup, "decode", LESS + (NEW_ON_GPU if setup.on_gpu else NEW), ROUNDS, LESS
+    )
     return others | models.over(setup, "decode", measure)
 
 
@@ -76,18 +87,35 @@ def prefill_cases(setup: Setup) -> dict[str, Case]:
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     """One model at one point."""
     model = kept(name)
-    count = (NEW_IN_WINDOWS if getattr(model.config, "sliding_window", None) else NEW_ON_GPU) if setup.on_gpu else NEW
-    prompt, new = (models.tokens(setup, model, point.batch, n, seed) for seed, n in enumerate((point.context, count)))
+    count = (
+        (NEW_IN_WINDOWS if getattr(model.config, "sliding_window", None) else NEW_ON_GPU)
+        if setup.on_gpu
+        else NEW
+    )
+    prompt, new = (
+        models.tokens(setup, model, point.batch, n, seed)
+        for seed, n in enumerate((point.context, count))
+    )
     makers = ways_of(setup, model, prompt, new)
     with torch.no_grad():
         eager = makers.pop("hf_eager")()
-    more = partial(figures, setup, model, eager, point.batch, {"of_bandwidth": bytes_of(model, point)})
-    return models.compared(f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, more)
+    more = partial(
+        figures, setup, model, eager, point.batch, {"of_bandwidth": bytes_of(model, point)}
+    )
+    return models.compared(
+        f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, more
+    )
 
 
-def figures(setup: Setup, model: Any, eager: Way, tokens: int, work: dict[str, int], us: float, way: Way) -> Row:
+def figures(
+    setup: Setup, model: Any, eager: Way, tokens: int, work: dict[str, int], us: float, way: Way
+) -> Row:
     """The figures of a way that takes `us` for `tokens`. work: as of `Setup.shares`."""
-    found = {"tokens_s": round(tokens / us * 1e6, 1), "layers": model.config.num_hidden_layers, **setup.shares(us, **work)}
+    found = {
+        "tokens_s": round(tokens / us * 1e6, 1),
+        "layers": model.config.num_hidden_layers,
+        **setup.shares(us, **work),
+    }
     if setup.on_gpu and way is not eager:
         found |= profiled(way.timed)
         if way.timed.waiting is not None:
@@ -97,7 +125,8 @@ def figures(setup: Setup, model: Any, eager: Way, tokens: int, work: dict[str, i
 
 
 def bytes_of(model: Any, point: Point) -> int:
-    """The bytes a step must read: weights without the embedding, cached keys and values. 0 if it reads some experts of many."""
+    """The bytes a step must read: weights without the embedding, cached keys and values. 0 if it
+    reads some experts of many."""
     config = model.config
     if models.experts(config):
         return 0
@@ -106,7 +135,10 @@ def bytes_of(model: Any, point: Point) -> int:
     weights = sum(p.nbytes for p in model.parameters() if p is not embedding or tied)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or point.context
-    seen = sum(min(point.context, window) if kind == "sliding_attention" else point.context for kind in kinds)
+    seen = sum(
+        min(point.context, window) if kind == "sliding_attention" else point.context
+        for kind in kinds
+    )
     return int(weights + point.batch * seen * models.kv_width(config) * embedding.element_size())
 
 
@@ -116,8 +148,16 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
     slow = ("attnops_hf", "attnops_paged") if setup.size == "full" else ()
     packed = model.config.model_type == "gpt_oss"
     chosen = ways.chosen(setup, "decode", "hf_eager").items()
-    left = () if setup.ways else [name for name, how in chosen if name in slow or (how.packed and not packed)]
-    return {name: partial(way_of, setup, model, prompt, new, how) for name, how in chosen if name not in left}
+    left = (
+        ()
+        if setup.ways
+        else [name for name, how in chosen if name in slow or (how.packed and not packed)]
+    )
+    return {
+        name: partial(way_of, setup, model, prompt, new, how)
+        for name, how in chosen
+        if name not in left
+    }
 
 
 def way_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How) -> Way:
@@ -129,7 +169,11 @@ def way_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How) -> W
         if (how.patch or {}).get("cache") == "paged":
             cache = handle.new_cache(prompt.shape[0], length)
         else:
-            cache = DynamicCache(config=one.config) if compiled is None else StaticCache(config=one.config, max_cache_len=length)
+            cache = (
+                DynamicCache(config=one.config)
+                if compiled is None
+                else StaticCache(config=one.config, max_cache_len=length)
+            )
         forward = one if compiled is None else setup.compiled(one.forward, **compiled)
         one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1)
     rewind = models.rewinder(cache)
@@ -137,7 +181,11 @@ def way_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How) -> W
     def step(at: int) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         token = new[:, at : at + 1]
-        return handle.step(token, cache) if graphs else forward(token, **argument(one, cache), use_cache=True).logits
+        return (
+            handle.step(token, cache)
+            if graphs
+            else forward(token, **argument(one, cache), use_cache=True).logits
+        )
 
     def steps(after: Callable[[], None] | None = None) -> None:
         with use(**policy):
@@ -163,7 +211,8 @@ def way_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How) -> W
 
 
 def settled(setup: Setup, run: Callable[[], Tensor], more: Row, calls: int = 1) -> Tensor:
-    """The result of the code that is timed, after runs that compile and capture. `first_s` of `more`: seconds of the first `calls`."""
+    """The result of the code that is timed, after runs that compile and capture. `first_s` of
+    `more`: seconds of the first `calls`."""
     with fresh_cache() if setup.on_gpu else nullcontext():
         more.setdefault("first_s", round(seconds(run, calls), 2))
         seconds(run)
@@ -173,11 +222,17 @@ def settled(setup: Setup, run: Callable[[], Tensor], more: Row, calls: int = 1) 
 def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     """The time to the first token of one model at one point."""
     model, rows = kept(name), max(1, point.batch - 1)
-    lengths = [point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)]  # without padding
+    lengths = [
+        point.context - point.context * 7 * row // (8 * rows) for row in range(point.batch)
+    ]  # without padding
     prompt = models.tokens(setup, model, *point)
     before = point.context - torch.tensor(lengths, device=setup.device)[:, None]
     mask = (torch.arange(point.context, device=setup.device) >= before).long()
-    given: Row = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if len(lengths) > 1 else {}
+    given: Row = (
+        {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        if len(lengths) > 1
+        else {}
+    )
 
     def first_token(forward: Callable[..., Any]) -> Any:
         # The graph makes the cache itself, so prompts of one length share a graph.
@@ -187,53 +242,88 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
         if how.device:
             return _prompt(setup, model, prompt, given, how)
         one, _ = models.patched(model, how) if how.patch else (model, None)
-        return Way(Timed(partial(first_token, one if how.compiled is None else setup.compiled(one.forward, **how.compiled))))
+        return Way(
+            Timed(
+                partial(
+                    first_token,
+                    one if how.compiled is None else setup.compiled(one.forward, **how.compiled),
+                )
+            )
+        )
 
     known = ways.here(setup, "prefill")
-    asked = {"hf_eager", *({*setup.ways} & {*ways.WAYS["prefill"]} or known)}  # `--ways` may name those of decode alone
+    asked = {
+        "hf_eager",
+        *({*setup.ways} & {*ways.WAYS["prefill"]} or known),
+    }  # `--ways` may name those of decode alone
     made = {name: way(how) for name, how in known.items() if name in asked}
-    more = partial(figures, setup, model, made["hf_eager"], sum(lengths), {"of_matmul": flop_of(model, lengths)})
+    more = partial(
+        figures,
+        setup,
+        model,
+        made["hf_eager"],
+        sum(lengths),
+        {"of_matmul": flop_of(model, lengths)},
+    )
     return models.compared(f"{name} {point}", model, made, prompt, None, more, **given)
 
 
 def flop_of(model: Any, lengths: list[int]) -> int:
-    """Operations of the products and of causal attention, without the embedding and the logits. 0 if a token sees some experts of many."""
+    """Operations of the products and of causal attention, without the embedding and the logits. 0
+    if a token sees some experts of many."""
     config = model.config
     if models.experts(config) or getattr(config, "sliding_window", None):
         return 0
     kept = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     weights = sum(p.numel() for p in model.parameters() if id(p) not in kept)
     q_heads, _, head_dim = models.heads(config)
-    return int(2 * weights * sum(lengths) + 2 * config.num_hidden_layers * q_heads * head_dim * sum(n * n for n in lengths))
+    return int(
+        2 * weights * sum(lengths)
+        + 2 * config.num_hidden_layers * q_heads * head_dim * sum(n * n for n in lengths)
+    )
 
 
 def _prompt(setup: Setup, model: Any, prompt: Tensor, given: Row, how: How) -> Way:
-    """The prompt over pages, whose compiled layers every call finds compiled, and captured where they are."""
+    """The prompt over pages, whose compiled layers every call finds compiled, and captured where
+    they are."""
     one, handle = models.patched(model, how)
     cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), Row()
 
     def first_token() -> Tensor:
         cache.reset()
-        found: Tensor = one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1, **given).logits
+        found: Tensor = one(
+            prompt, **argument(one, cache), use_cache=True, logits_to_keep=1, **given
+        ).logits
         return found
 
     if handle.decode.mode == "piecewise":
         first_token()
         handle.step(prompt[:, :1], cache)  # steps are compiled first
-    return Way(Timed(first_token), partial(settled, setup, first_token, more, CAPTURE_AFTER + 1), more=more)
+    return Way(
+        Timed(first_token), partial(settled, setup, first_token, more, CAPTURE_AFTER + 1), more=more
+    )
 
 
 def profiled(timed: Timed) -> Row:
     """Microseconds of a step by kind, and its kernels."""
     ran = launched(timed)
-    return {f"us_{kind}": round(spent / timed.per, 1) for kind, spent in shares(ran).items()} | {"kernels": round(len(ran) / timed.per)}
+    return {f"us_{kind}": round(spent / timed.per, 1) for kind, spent in shares(ran).items()} | {
+        "kernels": round(len(ran) / timed.per)
+    }
 
 
 def shares(kernels: list[Ran]) -> dict[str, float]:
-    """Microseconds by kind, and `gaps`. Overlapping time counts for the kernel that started first: the other waits for it."""
-    found, at = {"matmul": 0.0, "attention": 0.0, "glue": 0.0, "gaps": 0.0}, min(kernels, default=(0.0,))[0]
+    """Microseconds by kind, and `gaps`. Overlapping time counts for the kernel that started first:
+    the other waits for it."""
+    found, at = (
+        {"matmul": 0.0, "attention": 0.0, "glue": 0.0, "gaps": 0.0},
+        min(kernels, default=(0.0,))[0],
+    )
     for start, end, name in sorted(kernels):
-        kind = next((kind for pattern, kind in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "glue")
+        kind = next(
+            (kind for pattern, kind in KINDS.items() if re.search(pattern, name, re.IGNORECASE)),
+            "glue",
+        )
         found["gaps"] += max(0.0, start - at)
         found[kind] += max(0.0, end - max(at, start))
         at = max(at, end)
@@ -249,4 +339,8 @@ def launched(step: Timed) -> list[Ran]:
         step.call()
         torch.cuda.synchronize()
     events: Any = [e for e in seen.events() or () if str(e.device_type).endswith("CUDA")]
-    return [(e.time_range.start, e.time_range.end, e.name) for e in events if not e.name.startswith(("##", "Torch-Compiled Region"))]
+    return [
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in events
+        if not e.name.startswith(("##", "Torch-Compiled Region"))
+    ]

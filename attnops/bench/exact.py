@@ -1,4 +1,5 @@
-"""The exact result of a call of attention, in the rows that are compared, and a way that is compared with it."""
+"""The exact result of a call of attention, in the rows that are compared, and a way that is
+compared with it."""
 
 from __future__ import annotations
 
@@ -14,20 +15,25 @@ from attnops.testing.calls import Call
 from attnops.testing.error_bounds import allowance
 from attnops.tune.clock import Run, Timed
 
-ROWS, REQUESTS = 32, 3  # the last queries of the first requests are compared. All of them would take longer than the measurement.
+# The last queries of the first requests are compared. All of them would take longer than the
+# measurement.
+ROWS, REQUESTS = 32, 3
 
 Part = Callable[[Tensor], Tensor]
 """The rows of a whole result that are compared."""
 
 
 def way(run: Run, part: Part, allowed: float, output: Tensor | None = None) -> Way:
-    """A call that returns its output (and lse), or writes `output`, which is filled with NaN first, so that unwritten rows are wrong."""
+    """A call that returns its output (and lse), or writes `output`, which is filled with NaN first,
+    so that unwritten rows are wrong."""
 
     def result() -> Tensor:
         if output is not None:
             output.fill_(float("nan"))
         returned = run()
-        out: Any = output if returned is None else returned[0] if isinstance(returned, tuple) else returned
+        out: Any = (
+            output if returned is None else returned[0] if isinstance(returned, tuple) else returned
+        )
         found = part(out.flatten(0, -3))
         return found if bool(torch.isfinite(out).all()) else torch.full_like(found, float("nan"))
 
@@ -35,7 +41,8 @@ def way(run: Run, part: Part, allowed: float, output: Tensor | None = None) -> W
 
 
 def exact(call: Call) -> tuple[Tensor, float, Part]:
-    """(rows of the result in float64, the error allowed to a kernel, a function that takes these rows of a whole result)."""
+    """(rows of the result in float64, the error allowed to a kernel, a function that takes these
+    rows of a whole result)."""
     small, part = _some_rows(call)
     return *oracle(small), part
 
@@ -44,14 +51,21 @@ def oracle(call: Call) -> tuple[Tensor, float]:
     """(the result in float64, the error allowed to a kernel)."""
     result = call.spec.output or call.spec.results[0].name
     found = testing.oracle(call)[result]
-    return found.flatten(0, -3), float(torch.as_tensor(allowance(call, {result: found})[result]).max())
+    return found.flatten(0, -3), float(
+        torch.as_tensor(allowance(call, {result: found})[result]).max()
+    )
 
 
 def _some_rows(call: Call) -> tuple[Call, Part]:
-    """The call of the last ROWS queries of the first `REQUESTS`, all of one length as `build` makes them; and their rows."""
+    """The call of the last ROWS queries of the first `REQUESTS`, all of one length as `build` makes
+    them; and their rows."""
     held, spec = call.held(), call.spec
     dense = "most_queries" not in held
-    requests, new = held["queries"].shape[:2] if dense else (held["starts_of_queries"].shape[0] - 1, held["most_queries"])
+    requests, new = (
+        held["queries"].shape[:2]
+        if dense
+        else (held["starts_of_queries"].shape[0] - 1, held["most_queries"])
+    )
     batch, queries = min(REQUESTS, requests), min(ROWS, new)
 
     def part(out: Tensor) -> Tensor:
@@ -83,7 +97,10 @@ def _first_requests(held: Row, batch: int, queries: int) -> Row:
         return found | {"starts_of_keys": ends * held["most_keys"]}
     table = held["page_ids"][:batch]
     order = torch.arange(table.numel(), device=table.device, dtype=table.dtype)
-    return found | {"page_ids": order.view(table.shape), "lengths_of_keys": held["lengths_of_keys"][:batch]}
+    return found | {
+        "page_ids": order.view(table.shape),
+        "lengths_of_keys": held["lengths_of_keys"][:batch],
+    }
 
 
 def _first_keys(held: Row, batch: int) -> dict[str, Part]:
@@ -91,4 +108,6 @@ def _first_keys(held: Row, batch: int) -> dict[str, Part]:
     if "page_ids" not in held:
         return {"keys": lambda t: t[: batch * held["most_keys"]]}
     taken = held["page_ids"][:batch].flatten().long()
-    return {"pages": lambda t: t.view(torch.uint8)[taken].view(t.dtype)}  # as bytes: older torch cannot index float8 tensors
+    return {
+        "pages": lambda t: t.view(torch.uint8)[taken].view(t.dtype)
+    }  # as bytes: older torch cannot index float8 tensors

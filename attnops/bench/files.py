@@ -26,12 +26,15 @@ Report = dict[str, Any]
 
 
 def environment(device: torch.device | str, commit: str = "") -> Report:
-    """Commit, date, device and versions. commit: "" asks git, if this file belongs to a checkout."""
+    """Commit, date, device and versions. commit: "" asks git, if this file belongs to a
+    checkout."""
     cuda = torch.device(device).type == "cuda"
     return {
         "commit": commit or _commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device)
+        if cuda
+        else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -41,8 +44,14 @@ def environment(device: torch.device | str, commit: str = "") -> Report:
 
 
 def _packages() -> set[str]:
-    """`name==version` of those that kernels need, and of transformers, whose models the suites measure."""
-    found = {version for kernel in all_kernels() for version in kernel.versions() if not version.endswith("==None")}
+    """`name==version` of those that kernels need, and of transformers, whose models the suites
+    measure."""
+    found = {
+        version
+        for kernel in all_kernels()
+        for version in kernel.versions()
+        if not version.endswith("==None")
+    }
     models = installed("transformers")
     return found if models is None else {*found, f"transformers=={models}"}
 
@@ -50,17 +59,29 @@ def _packages() -> set[str]:
 def _commit() -> str:
     folder, name = Path(__file__).resolve().parent, Path(__file__).name
     with suppress(OSError, subprocess.CalledProcessError):
-        # git lists no file of a package that is installed into an environment inside some other repository.
+        # git lists no file of a package that is installed into an environment inside some other
+        # repository.
         for words in (("ls-files", "--error-unmatch", name), ("rev-parse", "HEAD")):
-            found = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+            found = subprocess.run(
+                ["git", *words], cwd=folder, capture_output=True, text=True, check=True
+            ).stdout.strip()
         return found
     return "unknown"
 
 
 def bad(reports: Mapping[str, Report]) -> list[str]:
     """A line for every wrong result and failed case. A peer that cannot run here is neither."""
-    rows = [f"{r['case']}: {r['way']}: {r['wrong']}" for x in reports.values() for r in x["rows"] if r.get("wrong", "").startswith(WRONG)]
-    return rows + [f"{name}: {why}" for report in reports.values() for name, why in report.get("failed", {}).items()]
+    rows = [
+        f"{r['case']}: {r['way']}: {r['wrong']}"
+        for x in reports.values()
+        for r in x["rows"]
+        if r.get("wrong", "").startswith(WRONG)
+    ]
+    return rows + [
+        f"{name}: {why}"
+        for report in reports.values()
+        for name, why in report.get("failed", {}).items()
+    ]
 
 
 def read(path: Path) -> Report:
@@ -76,9 +97,15 @@ def read(path: Path) -> Report:
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
         raise invalid(", which has no rows")
     for at, row in enumerate(data["rows"]):
-        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("case", "way")):
+        if not isinstance(row, dict) or not all(
+            isinstance(row.get(name), str) for name in ("case", "way")
+        ):
             raise invalid(f", whose row {at} has no case and way")
-        if odd := [name for name in ("median_us", "spread_us") if not isinstance(row.get(name, 0), (int, float))]:
+        if odd := [
+            name
+            for name in ("median_us", "spread_us")
+            if not isinstance(row.get(name, 0), (int, float))
+        ]:
             raise invalid(f", whose row {at} has no number for {', '.join(odd)}")
     return data
 
@@ -89,24 +116,34 @@ def text_of(report: Report) -> str:
 
 
 Change = dict[str, Any]
-"""A row in two files: `case`, `way`, the microseconds `before` and `after`, their `ratio`, `change`, and `worse` for a regression.
+"""A row in two files: `case`, `way`, the microseconds `before` and `after`, their `ratio`,
+`change`, and `worse` for a regression.
 
-`change`: "slower" or "faster" by more than both spreads together, "same", "unknown" without a spread; "wrong" or "right" if the result
-became so; "gone", "new"; "failed" of a case; "unlike" of other layer counts.
+`change`: "slower" or "faster" by more than both spreads together, "same", "unknown" without a
+spread; "wrong" or "right" if the result became so; "gone", "new"; "failed" of a case; "unlike" of
+other layer counts.
 """
 
 
 def compare(before: Report, after: Report) -> list[Change]:
-    """Every row of either report, in the order of `after`. Raises InvalidInput: they are of two suites, or share no case and way."""
+    """Every row of either report, in the order of `after`. Raises InvalidInput: they are of two
+    suites, or share no case and way."""
     suites = [str(report.get("suite")) for report in (before, after)]
     if suites[0] != suites[1]:
         raise InvalidInput("files", f"suites {' and '.join(suites)}", "two of one suite")
     old, new = ({(r["case"], r["way"]): r for r in report["rows"]} for report in (before, after))
     failed = [name for name in after.get("failed", ()) if name not in before.get("failed", ())]
     if not failed and not old.keys() & new.keys():
-        raise InvalidInput("files", f"{len(old)} and {len(new)} rows without a case and way in common", "rows of the same cases and ways")
+        raise InvalidInput(
+            "files",
+            f"{len(old)} and {len(new)} rows without a case and way in common",
+            "rows of the same cases and ways",
+        )
     out = [_change((name, ""), "failed", {}, {}) for name in failed]
-    out += [_change(key, _compared(old.get(key, {}), row), old.get(key, {}), row) for key, row in new.items()]
+    out += [
+        _change(key, _compared(old.get(key, {}), row), old.get(key, {}), row)
+        for key, row in new.items()
+    ]
     return out + [_change(key, "gone", row, {}) for key, row in old.items() if key not in new]
 
 
@@ -125,4 +162,10 @@ def _compared(before: Row, after: Row) -> str:
     if not all("spread_us" in row for row in (before, after)):
         return "unknown"
     more = after["median_us"] - before["median_us"]
-    return "same" if abs(more) <= before["spread_us"] + after["spread_us"] else "slower" if more > 0 else "faster"
+    return (
+        "same"
+        if abs(more) <= before["spread_us"] + after["spread_us"]
+        else "slower"
+        if more > 0
+        else "faster"
+    )

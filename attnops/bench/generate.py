@@ -1,15 +1,20 @@
-"""Suite `generate`: whole calls of a model's `generate()`, greedy, the prompt included, and the first call of a process.
+"""Suite `generate`: whole calls of a model's `generate()`, greedy, the prompt included, and the
+first call of a process.
 
-`hf`: transformers over its dynamic cache with SDPA. `hf_static`: `cache_implementation="static"`, which transformers compiles on a GPU.
-`attnops`: `attnops.patch(model)`, no more. `attnops_hf`, `attnops_paged`: over transformers' cache and over pages, decoding as
-transformers does. `attnops_piecewise`, `attnops_breakable`: over pages, decoding in CUDA graphs. `hf_again`: a second copy of `hf`, which
-shows how much two copies of one model differ; it runs only if `--ways` names it. With `--ways` there are more rounds and no first calls.
+`hf`: transformers over its dynamic cache with SDPA. `hf_static`: `cache_implementation="static"`,
+which transformers compiles on a GPU. `attnops`: `attnops.patch(model)`, no more. `attnops_hf`,
+`attnops_paged`: over transformers' cache and over pages, decoding as transformers does.
+`attnops_piecewise`, `attnops_breakable`: over pages, decoding in CUDA graphs. `hf_again`: a second
+copy of `hf`, which shows how much two copies of one model differ; it runs only if `--ways` names
+it. With `--ways` there are more rounds and no first calls.
 
-Times are those of a token, from calls in turns. `cache`, `decode`: as `Patched.took` says. `plain_steps`: steps that graphs did not
-serve. `..., first call`: whole calls in fresh processes, the patch included. `first_s`: with empty caches of Inductor and Triton; `warm_s`:
-in the next process, which finds these caches; `second_s`: its second call.
+Times are those of a token, from calls in turns. `cache`, `decode`: as `Patched.took` says.
+`plain_steps`: steps that graphs did not serve. `..., first call`: whole calls in fresh processes,
+the patch included. `first_s`: with empty caches of Inductor and Triton; `warm_s`: in the next
+process, which finds these caches; `second_s`: its second call.
 
-`vllm`, `sglang`: whole calls of other engines, after one another. Their `first_s` includes imports and the model.
+`vllm`, `sglang`: whole calls of other engines, after one another. Their `first_s` includes imports
+and the model.
 """
 
 from __future__ import annotations
@@ -29,13 +34,18 @@ from attnops.hf import Decode
 from attnops.tune.clock import Timed, seconds, steps_us
 
 NEW = {"toy": 6, "small": 16, "quick": 32, "full": 128}
-FIRST_NEW = NEW | {"quick": 16, "full": 16}  # of first calls, which are about the seconds before the tokens
+FIRST_NEW = NEW | {
+    "quick": 16,
+    "full": 16,
+}  # of first calls, which are about the seconds before the tokens
 ROUNDS, MORE_ROUNDS = 3, 16
-FIRST = ("hf", "attnops", "hf_static", "attnops_piecewise")  # ways whose first call is measured, in two processes each
+# Ways whose first call is measured, in two processes each
+FIRST = ("hf", "attnops", "hf_static", "attnops_piecewise")
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """Other engines first, while this process holds no model; steady calls of every model at its prompts; first calls at its first one.
+    """Other engines first, while this process holds no model; steady calls of every model at its
+    prompts; first calls at its first one.
 
     Raises InvalidInput for a way that this device does not have.
     """
@@ -46,7 +56,12 @@ def cases(setup: Setup) -> dict[str, Case]:
         return others | steady
     first: Row = models.over(setup, "cliffs", first_call)  # has the first point of each model
     known = ways.here(setup, "generate")
-    found = {f"{case}, first call, {way}": partial(one, way) for way in FIRST if way in known for case, one in first.items()}
+    found = {
+        f"{case}, first call, {way}": partial(one, way)
+        for way in FIRST
+        if way in known
+        for case, one in first.items()
+    }
     return others | steady | found
 
 
@@ -54,7 +69,12 @@ def arguments(setup: Setup, model: Any, point: Point) -> Row:
     """Of `generate()` with a random prompt."""
     prompt = models.tokens(setup, model, point.batch, point.context)
     # No token has the end's id, so that all calls are equally long, and the stopping test is made.
-    given: Row = {"max_new_tokens": NEW[setup.size], "do_sample": False, "pad_token_id": 0, "eos_token_id": model.config.vocab_size}
+    given: Row = {
+        "max_new_tokens": NEW[setup.size],
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": model.config.vocab_size,
+    }
     return {"inputs": prompt, "attention_mask": torch.ones_like(prompt), **given}
 
 
@@ -66,7 +86,8 @@ def prepared(setup: Setup, model: Any, way: str, point: Point) -> tuple[Callable
 
 
 def warm_calls(setup: Setup) -> int:
-    """Calls after the first one, until the steps of a patched model no longer change: on a GPU they are compiled after some."""
+    """Calls after the first one, until the steps of a patched model no longer change: on a GPU they
+    are compiled after some."""
     return Decode.compile_after // NEW[setup.size] if setup.on_gpu else 0
 
 
@@ -96,42 +117,73 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
         return models.widened(model)(text[:, :-1], logits_to_keep=new).logits
 
     hf = way("hf")
-    # Two calls on a GPU may choose other tokens where two are nearly as good, so logits are compared with those of their own text.
+    # Two calls on a GPU may choose other tokens where two are nearly as good, so logits are
+    # compared with those of their own text.
     _, text, logits = hf.computed()
     exact = exactly(text)
 
     def off(got: tuple[Tensor, Tensor, Tensor], want: Tensor) -> float:
-        """The largest of: the logits' error, how far tokens are below the best ones, relative to these, and in float32 the other tokens."""
+        """The largest of: the logits' error, how far tokens are below the best ones, relative to
+        these, and in float32 the other tokens."""
         text, judged, logits = got
         if text.shape != want.shape:
             return inf
         here = exact if torch.equal(text, want) else exactly(text)
         best, chosen = here.amax(-1), here.gather(-1, text[:, -new:, None])[..., 0]
-        error = models.distance(model, logits)(logits, here if torch.equal(text, judged) else exactly(judged))
+        error = models.distance(model, logits)(
+            logits, here if torch.equal(text, judged) else exactly(judged)
+        )
         other = float((text != want).double().mean()) if setup.dtype == torch.float32 else 0.0
         return max(error, other, float(((best - chosen) / best.abs()).max()))
 
     def figures(us: float, _: Way) -> Row:
-        return {"tokens_s": round(point.batch / us * 1e6, 1), "layers": model.config.num_hidden_layers, "new_tokens": new}
+        return {
+            "tokens_s": round(point.batch / us * 1e6, 1),
+            "layers": model.config.num_hidden_layers,
+            "new_tokens": new,
+        }
 
-    others: Ways = {name: partial(way, name) for name in ways.chosen(setup, "generate") if name != "hf"}
+    others: Ways = {
+        name: partial(way, name) for name in ways.chosen(setup, "generate") if name != "hf"
+    }
     allowed = models.budget(model, models.distance(model, logits)(logits, exact))
     clock = partial(steps_us, rounds=MORE_ROUNDS if setup.ways else ROUNDS, cap_s=40.0)
-    return with_ratios(time_if_right(f"{name} {point}", {"hf": hf, **others}, text, allowed, clock, off, figures), "hf", "hf_static")
+    return with_ratios(
+        time_if_right(f"{name} {point}", {"hf": hf, **others}, text, allowed, clock, off, figures),
+        "hf",
+        "hf_static",
+    )
 
 
-def first_call(setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops") -> Rows:
-    """Two processes, one after the other, with the same caches of compilers, which are empty at first.
+def first_call(
+    setup: Setup, kept: models.Kept, name: str, point: Point, way: str = "attnops"
+) -> Rows:
+    """Two processes, one after the other, with the same caches of compilers, which are empty at
+    first.
 
     At toy size this process, because imports would take longer than all else.
     """
     from torch._inductor.utils import fresh_cache
 
-    run: Callable[..., tuple[float, float]] = calls_s if setup.size == "toy" else partial(in_a_process, calls_s)
+    run: Callable[..., tuple[float, float]] = (
+        calls_s if setup.size == "toy" else partial(in_a_process, calls_s)
+    )
     with fresh_cache():
         (cold_s, _), (warm_s, second_s) = (run(setup, name, point, way) for _ in range(2))
-    case = {"case": f"{name} {point}, first call", "way": way, "median_us": round(1e6 * cold_s, 2), "new_tokens": FIRST_NEW[setup.size]}
-    return [{**case, "first_s": round(cold_s, 3), "warm_s": round(warm_s, 3), "second_s": round(second_s, 3)}]
+    case = {
+        "case": f"{name} {point}, first call",
+        "way": way,
+        "median_us": round(1e6 * cold_s, 2),
+        "new_tokens": FIRST_NEW[setup.size],
+    }
+    return [
+        {
+            **case,
+            "first_s": round(cold_s, 3),
+            "warm_s": round(warm_s, 3),
+            "second_s": round(second_s, 3),
+        }
+    ]
 
 
 def calls_s(setup: Setup, name: str, point: Point, way: str) -> tuple[float, float]:
@@ -141,7 +193,9 @@ def calls_s(setup: Setup, name: str, point: Point, way: str) -> tuple[float, flo
     model, calls = models.build(setup, name, point), list[Callable[..., Any]]()
 
     def first() -> None:
-        calls.append(partial(prepared(setup, model, way, point)[0], max_new_tokens=FIRST_NEW[setup.size]))
+        calls.append(
+            partial(prepared(setup, model, way, point)[0], max_new_tokens=FIRST_NEW[setup.size])
+        )
         calls[0]()
 
     return seconds(first), seconds(calls[0])

@@ -20,7 +20,8 @@ from attnops.testing.error_bounds import allowance
 
 TOKENS = {"toy": (1, 8), "small": (1, 8), "quick": (1, 8, 32), "full": (1, 2, 8, 32, 64)}
 CALLS, MOST_COPIED = 4, 30_000_000_000
-"""Calls of a measurement; bytes of weights that `batched_mm` may copy, above which it is left out."""
+"""Calls of a measurement; bytes of weights that `batched_mm` may copy, above which it is left
+out."""
 
 
 def tasks(setup: Setup, op: str, mixture: Mixture) -> Iterator[Task]:
@@ -31,8 +32,18 @@ def tasks(setup: Setup, op: str, mixture: Mixture) -> Iterator[Task]:
         want, allowed = zip(*map(_exact, calls), strict=True)
         expert = sum(int(t[0].nbytes) for t in weights_of(module))
         touched = sum(len(call.record.top_k_index.unique()) for call in calls)
-        peers, name = stock(module, expert * calls[0].record.top_k_index.numel()), f"{mixture.name} x{tokens}"
-        yield Task(name, calls, torch.stack(want), torch.stack(allowed), touched * expert / len(calls), peers)
+        peers, name = (
+            stock(module, expert * calls[0].record.top_k_index.numel()),
+            f"{mixture.name} x{tokens}",
+        )
+        yield Task(
+            name,
+            calls,
+            torch.stack(want),
+            torch.stack(allowed),
+            touched * expert / len(calls),
+            peers,
+        )
 
 
 def _exact(call: Call) -> tuple[Tensor, Any]:
@@ -45,7 +56,8 @@ def _exact(call: Call) -> tuple[Tensor, Any]:
 
 
 def module_of(setup: Setup, m: Mixture) -> Any:
-    """transformers' module with random weights. Hidden and inner sizes are smaller where the run is, and multiples of 16 as theirs."""
+    """transformers' module with random weights. Hidden and inner sizes are smaller where the run
+    is, and multiples of 16 as theirs."""
     found = import_module(f"transformers.models.{m.kind}.modeling_{m.kind}")
     hidden, width = (max(n // LESS[setup.size] // 16, 1) * 16 for n in (m.hidden, m.sizes[2]))
     config = getattr(import_module("transformers"), f"{m.of}Config")(
@@ -63,7 +75,10 @@ def module_of(setup: Setup, m: Mixture) -> Any:
 def calls_of(setup: Setup, op: str, module: Any, tokens: int, k: int) -> list[Call]:
     """Calls that choose other experts."""
     (gate_up, down), gate = weights_of(module), cast(Gate, gate_of(module))
-    take, (count, outs, _) = partial(torch.randn, device=setup.device, dtype=setup.dtype), down.shape
+    take, (count, outs, _) = (
+        partial(torch.randn, device=setup.device, dtype=setup.dtype),
+        down.shape,
+    )
     gate_up_bias, down_bias = biases_of(module)
     made = Call.of(
         op,
@@ -79,7 +94,10 @@ def calls_of(setup: Setup, op: str, module: Any, tokens: int, k: int) -> list[Ca
     order = torch.randperm(count, generator=source)
     for i in range(CALLS):
         chosen = [
-            order[i * k % (count - k + 1) :][:k] if tokens == 1 else torch.randperm(count, generator=source)[:k] for _ in range(tokens)
+            order[i * k % (count - k + 1) :][:k]
+            if tokens == 1
+            else torch.randperm(count, generator=source)[:k]
+            for _ in range(tokens)
         ]
         index, output = torch.stack(chosen).to(setup.device), take(tokens, outs)
         found.append(made.with_(top_k_index=index, output=output))
@@ -87,7 +105,8 @@ def calls_of(setup: Setup, op: str, module: Any, tokens: int, k: int) -> list[Ca
 
 
 def stock(module: Any, copied: int) -> dict[str, Callable[[Call], Callable[[], Tensor]]]:
-    """transformers' own functions by name: of a call, what runs them. copied: the bytes that `batched_mm` would copy."""
+    """transformers' own functions by name: of a call, what runs them. copied: the bytes that
+    `batched_mm` would copy."""
     moe = import_module("transformers.integrations.moe")
 
     def run(function: Callable[..., Tensor], call: Call) -> Callable[[], Tensor]:

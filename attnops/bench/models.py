@@ -1,4 +1,5 @@
-"""Hugging Face models with random weights, their exact logits, and the caches they are measured over."""
+"""Hugging Face models with random weights, their exact logits, and the caches they are measured
+over."""
 
 from __future__ import annotations
 
@@ -28,11 +29,19 @@ from attnops.tune.clock import Run, steps_us
 
 ALIASES = {"llama-8b-shape": "llama-3-8b-shape"}
 # The model of suites that measure one, by size of the run.
-ONE = {"toy": "llama", "small": "llama-small", "quick": "llama-3-8b-shape", "full": "llama-3-8b-shape"}
+ONE = {
+    "toy": "llama",
+    "small": "llama-small",
+    "quick": "llama-3-8b-shape",
+    "full": "llama-3-8b-shape",
+}
 
-EXACT = 2  # rows that are compared with exact logits, which are slow; the other rows are compared with transformers' eager model
+# rows that are compared with exact logits, which are slow; the other rows are compared with
+# transformers' eager model
+EXACT = 2
 
-# By size of the run: the layers of models that are not built whole. A laptop's memory holds one layer of a published shape.
+# By size of the run: the layers of models that are not built whole. A laptop's memory holds one
+# layer of a published shape.
 LAYERS = {
     "toy": {"llama": 1, **dict.fromkeys(SHAPES, 1)},
     "small": dict.fromkeys(SHAPES, 1),
@@ -40,7 +49,8 @@ LAYERS = {
     "full": {"gpt-oss-20b-shape": 4, "deepseek-v3-shape": 4},
 }
 
-# Factor for workspaces, the compiler's buffers and fragmentation; bytes of libraries that load later and of the compiler's processes.
+# Factor for workspaces, the compiler's buffers and fragmentation; bytes of libraries that load
+# later and of the compiler's processes.
 SPARE, OVERHEAD = 1.15, 1 << 30
 CACHES = 5  # of one point, held at a time
 
@@ -48,7 +58,8 @@ Kept = Callable[[str], Any]  # gives the model of a name
 
 
 def asked(setup: Setup) -> str:
-    """The model of a suite that measures one, under the name that results files share. Raises InvalidInput unless it is a decoder."""
+    """The model of a suite that measures one, under the name that results files share. Raises
+    InvalidInput unless it is a decoder."""
     name = ALIASES.get(setup.model, setup.model)
     if name and type(found := config_of(name)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InvalidInput("model", f"{name!r}, a {type(found).__name__}", "a decoder")
@@ -56,7 +67,8 @@ def asked(setup: Setup) -> str:
 
 
 def config(setup: Setup, name: str, layers: int = 0) -> Any:
-    """The config of a bundled name with these layers, or those of the setup. Raises InvalidInput for an unknown name."""
+    """The config of a bundled name with these layers, or those of the setup. Raises InvalidInput
+    for an unknown name."""
     made = config_of(name)
     if layers := layers or setup.layers or LAYERS[setup.size].get(name, 0):
         made.num_hidden_layers = layers
@@ -66,9 +78,14 @@ def config(setup: Setup, name: str, layers: int = 0) -> Any:
 
 
 def heads(config: Any) -> tuple[int, int, int]:
-    """(query heads, key heads, the width of a head). Raises AttributeError or TypeError if layers differ."""
+    """(query heads, key heads, the width of a head). Raises AttributeError or TypeError if layers
+    differ."""
     many = config.num_attention_heads
-    return many, getattr(config, "num_key_value_heads", None) or many, getattr(config, "head_dim", None) or config.hidden_size // many
+    return (
+        many,
+        getattr(config, "num_key_value_heads", None) or many,
+        getattr(config, "head_dim", None) or config.hidden_size // many,
+    )
 
 
 def kv_width(config: Any) -> int:
@@ -77,29 +94,49 @@ def kv_width(config: Any) -> int:
     return int(2 * kv_heads * head_dim)
 
 
-LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, in cgroups of version 2 and 1
+# Of a container, in cgroups of version 2 and 1
+LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def free(device: torch.device, root: Path = Path("/")) -> int:
-    """Free bytes of a GPU. On a CPU those that Linux calls available, else all of the machine, and at most the container's limit.
+    """Free bytes of a GPU. On a CPU those that Linux calls available, else all of the machine, and
+    at most the container's limit.
 
     Out of memory, Linux kills a process without a message. root: of the files that say so.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    text = {name: path.read_text() for name in ("proc/meminfo", *LIMITS) if (path := root / name).is_file()}
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
+    text = {
+        name: path.read_text()
+        for name in ("proc/meminfo", *LIMITS)
+        if (path := root / name).is_file()
+    }
     found = re.search(r"^MemAvailable: +(\d+) kB$", text.pop("proc/meminfo", ""), re.M)
-    there = 1024 * int(found[1]) if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([there, *(int(limit) for limit in map(str.strip, text.values()) if limit.isdecimal())])
+    there = (
+        1024 * int(found[1]) if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    return min(
+        [there, *(int(limit) for limit in map(str.strip, text.values()) if limit.isdecimal())]
+    )
 
 
 def needed(setup: Setup, made: Any, point: Point | None) -> int:
-    """Bytes of the model of a config, its caches at `point` and its largest module in a wider dtype (`widened`)."""
+    """Bytes of the model of a config, its caches at `point` and its largest module in a wider dtype
+    (`widened`)."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
     weights, cached = sum({id(p): p.nbytes for p in model.parameters()}.values()), 0
-    largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in model.modules() if not isinstance(m, nn.Embedding))
-    # A config whose layers differ has no single head dim, and raises; its caches are small beside its weights.
+    largest = max(
+        sum(p.nbytes for p in m.parameters(recurse=False))
+        for m in model.modules()
+        if not isinstance(m, nn.Embedding)
+    )
+    # A config whose layers differ has no single head dim, and raises; its caches are small beside
+    # its weights.
     with suppress(Exception):
         row = kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize
         cached = 0 if point is None else CACHES * point.batch * (point.context + 32) * row
@@ -107,24 +144,31 @@ def needed(setup: Setup, made: Any, point: Point | None) -> int:
 
 
 def fitted(setup: Setup, name: str, point: Point | None = None) -> Any:
-    """As `config`, with layers halved until free memory holds what is `needed`. Raises InvalidInput if one layer or --layers do not fit."""
+    """As `config`, with layers halved until free memory holds what is `needed`. Raises InvalidInput
+    if one layer or --layers do not fit."""
     made, there = config(setup, name), free(setup.device)
     while (need := needed(setup, made, point)) > there:
         if setup.layers or made.num_hidden_layers == 1:
             got, want = (f"{n / 2**30:.1f} GiB free" for n in (there, need))
             less = "ask for fewer --layers, a smaller --model or smaller --points"
-            raise InvalidInput("memory", got, f"{want}, for {made.num_hidden_layers} layers of {name}; {less}")
+            raise InvalidInput(
+                "memory", got, f"{want}, for {made.num_hidden_layers} layers of {name}; {less}"
+            )
         made = config(setup, name, made.num_hidden_layers // 2)
     return made
 
 
 def build(setup: Setup, name: str, point: Point | None = None) -> Any:
-    """The model in evaluation mode and the setup's dtype, with random weights and sinks, alike in every run, as large as `fitted` says.
+    """The model in evaluation mode and the setup's dtype, with random weights and sinks, alike in
+    every run, as large as `fitted` says.
 
     The experts of a gpt-oss are numbers of MXFP4, as its checkpoints have them.
     """
     made = fitted(setup, name, point)
-    with torch.random.fork_rng(devices=[setup.device] if setup.on_gpu else []), torch.device(setup.device):
+    with (
+        torch.random.fork_rng(devices=[setup.device] if setup.on_gpu else []),
+        torch.device(setup.device),
+    ):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
         for path, parameter in model.named_parameters():
@@ -137,7 +181,8 @@ def build(setup: Setup, name: str, point: Point | None = None) -> Any:
 
 
 def keeper(setup: Setup, point: Point | None = None) -> Kept:
-    """Builds models, and keeps the last one: the cases of a suite share it, and only one is in memory."""
+    """Builds models, and keeps the last one: the cases of a suite share it, and only one is in
+    memory."""
     held: dict[str, Any] = {}
 
     def kept(name: str) -> Any:
@@ -150,17 +195,24 @@ def keeper(setup: Setup, point: Point | None = None) -> Kept:
 
 
 def points_of(setup: Setup, suite: str) -> dict[str, tuple[Point, ...]]:
-    """A suite's points by model. A model named by the setup takes the first model's points if it has no points of its own."""
+    """A suite's points by model. A model named by the setup takes the first model's points if it
+    has no points of its own."""
     here = PLACES[suite][setup.size]
     names = [asked(setup)] if setup.model else list(here)
     return {name: setup.points or here.get(name, next(iter(here.values()))) for name in names}
 
 
-def over(setup: Setup, suite: str, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]) -> dict[str, Case]:
+def over(
+    setup: Setup, suite: str, measure: Callable[[Setup, Kept, str, Point], Iterable[Row]]
+) -> dict[str, Case]:
     """Every model of a suite at its points."""
     points = points_of(setup, suite)
     kept = keeper(setup, largest(p for some in points.values() for p in some))
-    return {f"{name} {point}": partial(measure, setup, kept, name, point) for name, some in points.items() for point in some}
+    return {
+        f"{name} {point}": partial(measure, setup, kept, name, point)
+        for name, some in points.items()
+        for point in some
+    }
 
 
 def largest(points: Iterable[Point]) -> Point | None:
@@ -184,91 +236,145 @@ def patched(model: Any, how: How) -> tuple[Any, Any]:
 def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
     """Random tokens, int64 `[batch, length]`."""
     some = torch.Generator().manual_seed(seed)
-    return torch.randint(3, model.config.vocab_size, (batch, length), generator=some).to(setup.device)
+    return torch.randint(3, model.config.vocab_size, (batch, length), generator=some).to(
+        setup.device
+    )
 
 
 @torch.no_grad()
-def compared(case: str, model: Any, ways: Mapping[str, Any], prompt: Tensor, new: Tensor | None, more: More, **given: Tensor) -> Rows:
+def compared(
+    case: str,
+    model: Any,
+    ways: Mapping[str, Any],
+    prompt: Tensor,
+    new: Tensor | None,
+    more: More,
+    **given: Tensor,
+) -> Rows:
     """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget.
 
     more: as in `time_if_right`. given: more arguments of the model by row, for the prompt.
     """
     off = distance(model, eager := ways["hf_eager"].computed())
-    want = exactly(model, prompt[:EXACT], None if new is None else new[:EXACT], **{name: rows[:EXACT] for name, rows in given.items()})
+    want = exactly(
+        model,
+        prompt[:EXACT],
+        None if new is None else new[:EXACT],
+        **{name: rows[:EXACT] for name, rows in given.items()},
+    )
     rows = time_if_right(case, ways, want, budget(model, off(eager, want)), steps_us, off, more)
     return with_ratios(rows, "hf_eager", "hf_compiled")
 
 
 def experts(config: Any) -> bool:
     """Is it the config of a mixture of experts?"""
-    return any(getattr(config, n, None) for n in ("num_local_experts", "n_routed_experts", "num_experts"))
+    return any(
+        getattr(config, n, None) for n in ("num_local_experts", "n_routed_experts", "num_experts")
+    )
 
 
 def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
-    """The error of logits: relative to exact ones in the first rows; in others half of that to `eager`, which is off, too."""
-    # Of a model with experts the median row counts: where two experts tie, rounding chooses between them.
+    """The error of logits: relative to exact ones in the first rows; in others half of that to
+    `eager`, which is off, too."""
+    # Of a model with experts the median row counts: where two experts tie, rounding chooses between
+    # them.
     off = partial(relative_error, quantile=0.5 if experts(model.config) else 1.0)
 
     def larger(got: Tensor, want: Tensor) -> float:
         rows = want.shape[0]
-        return inf if got.shape != eager.shape else max(off(got[:rows], want), off(got[rows:], eager[rows:]) / 2)
+        return (
+            inf
+            if got.shape != eager.shape
+            else max(off(got[:rows], want), off(got[rows:], eager[rows:]) / 2)
+        )
 
     return larger
 
 
-# Budget over the error of transformers' eager model, since another order of sums may be that much worse by chance; and the upper bound of
-# that error, so that zeros, whose error is 1, exceed the budget.
+# Budget over the error of transformers' eager model, since another order of sums may be that much
+# worse by chance; and the upper bound of that error, so that zeros, whose error is 1, exceed the
+# budget.
 MORE, MOST = 1.5, 1 / 1.5
 
 
 def budget(model: Any, base: float) -> float:
     """The largest allowed `distance` of logits. base: that of transformers' eager model.
 
-    MORE * base + gain² u (sqrt(E) + 5) (4 + sqrt(L)), for L layers of width E. u: unit roundoff of float32, in which products are summed.
-    4 + sqrt(L): the roundings of a layer, and one of the residual stream a layer, which add up as random ones do. gain: the weights'
-    standard deviation times sqrt(E); queries and keys each grow by it, and so do their errors.
-    Raises RuntimeError: the base is NaN or more than MOST.
+    MORE * base + gain² u (sqrt(E) + 5) (4 + sqrt(L)), for L layers of width E. u: unit roundoff of
+    float32, in which products are summed. 4 + sqrt(L): the roundings of a layer, and one of the
+    residual stream a layer, which add up as random ones do. gain: the weights' standard deviation
+    times sqrt(E); queries and keys each grow by it, and so do their errors. Raises RuntimeError:
+    the base is NaN or more than MOST.
     """
     if not base <= MOST:
-        raise RuntimeError(f"transformers' own eager logits are off by {base:.3g}, want at most {MOST:.3g}: nothing can be compared")
+        raise RuntimeError(
+            f"transformers' own eager logits are off by {base:.3g}, want at most {MOST:.3g}: "
+            "nothing can be compared"
+        )
     width, layers = model.config.hidden_size, model.config.num_hidden_layers
     gain = max(1.0, getattr(model.config, "initializer_range", 0.02) * width**0.5)
-    return float(MORE * base + gain**2 * torch.finfo(torch.float32).eps / 2 * (width**0.5 + 5) * (4 + layers**0.5))
+    return float(
+        MORE * base
+        + gain**2 * torch.finfo(torch.float32).eps / 2 * (width**0.5 + 5) * (4 + layers**0.5)
+    )
 
 
 def widened(model: Any) -> Any:
-    """The model in float64 if it is float32, else in float32. To save memory, weights are wide only while their module runs."""
+    """The model in float64 if it is float32, else in float32. To save memory, weights are wide only
+    while their module runs."""
     wide, one = torch.float64 if model.dtype == torch.float32 else torch.float32, twin(model)
 
     def wider(module: nn.Module, given: Any, narrow: dict[str, nn.Parameter]) -> None:
-        module._parameters.update({n: nn.Parameter(p.to(wide), requires_grad=False) for n, p in narrow.items()})
+        module._parameters.update(
+            {n: nn.Parameter(p.to(wide), requires_grad=False) for n, p in narrow.items()}
+        )
 
     for module in list(one.modules()):
-        module._buffers.update({n: b.to(wide) for n, b in module._buffers.items() if b is not None and b.dtype.is_floating_point})
+        module._buffers.update(
+            {
+                n: b.to(wide)
+                for n, b in module._buffers.items()
+                if b is not None and b.dtype.is_floating_point
+            }
+        )
         narrow = {name: p for name, p in module._parameters.items() if p is not None}
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda module, given, returned: returned.to(wide))
         elif narrow:
             module.register_forward_pre_hook(partial(wider, narrow=narrow))
-            module.register_forward_hook(lambda module, given, returned, narrow=narrow: module._parameters.update(narrow))
+            module.register_forward_hook(
+                lambda module, given, returned, narrow=narrow: module._parameters.update(narrow)
+            )
     return one
 
 
 @torch.no_grad()
 def exactly(model: Any, prompt: Tensor, new: Tensor | None = None, **given: Tensor) -> Tensor:
-    """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None: `[B, 1, V]`, of the prompt's last token."""
+    """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None:
+    `[B, 1, V]`, of the prompt's last token."""
     wide = widened(model)
-    if callable(choose := getattr(wide, "set_experts_implementation", None)):  # grouped products have no float64
+    if callable(
+        choose := getattr(wide, "set_experts_implementation", None)
+    ):  # grouped products have no float64
         choose("eager")
     cache = transformers.DynamicCache(config=wide.config)
-    last: Tensor = wide(prompt, **argument(wide, cache), use_cache=True, logits_to_keep=1, **given).logits
+    last: Tensor = wide(
+        prompt, **argument(wide, cache), use_cache=True, logits_to_keep=1, **given
+    ).logits
     if new is None:
         return last
-    return torch.cat([wide(new[:, at : at + 1], **argument(wide, cache), use_cache=True).logits for at in range(new.shape[1])], 1)
+    return torch.cat(
+        [
+            wide(new[:, at : at + 1], **argument(wide, cache), use_cache=True).logits
+            for at in range(new.shape[1])
+        ],
+        1,
+    )
 
 
 def rewinder(cache: Any) -> Run:
-    """A function that restores a cache to its present state. Static layers write past it; ring buffers of windows are copied."""
+    """A function that restores a cache to its present state. Static layers write past it; ring
+    buffers of windows are copied."""
     if isinstance(cache, attnops.hf.PagedModelCache):
         return partial(cache.crop, int(cache.get_seq_length()))
     kept: list[tuple[Any, str, Any, Tensor | None]] = []

@@ -23,7 +23,10 @@ def points_of(op: str) -> Mapping[str, tuple[Any, ...]]:
 
 def listed(suite: str) -> list[tuple[str, Any]]:
     """(op, point) of all calls that are listed for a suite, in order."""
-    return sorted(((op, point) for op in OPS for point in points_of(op).get(suite, ())), key=lambda found: found[1].place)
+    return sorted(
+        ((op, point) for op in OPS for point in points_of(op).get(suite, ())),
+        key=lambda found: found[1].place,
+    )
 
 
 def as_it_is(point: Any, size: str) -> Any:
@@ -35,8 +38,9 @@ def as_it_is(point: Any, size: str) -> Any:
 class OpSuite:
     """A suite of the calls that families list for it: a function of a Setup.
 
-    rows: those of a point of an op. count: by size of the run, how many points. sized: a point at that size, None if it is left
-    out. points: those of a suite with their ops. summary: do the rows of a case end with the regret of its choices?
+    rows: those of a point of an op. count: by size of the run, how many points. sized: a point at
+    that size, None if it is left out. points: those of a suite with their ops. summary: do the rows
+    of a case end with the regret of its choices?
     """
 
     name: str
@@ -49,12 +53,23 @@ class OpSuite:
     @property
     def ops(self) -> tuple[str, ...]:
         """The ops whose kernels it may run."""
-        return tuple(dict.fromkeys((*(op for op, _ in self.points(self.name)), *(op for op in OPS if self.name in points_of(op)))))
+        return tuple(
+            dict.fromkeys(
+                (
+                    *(op for op, _ in self.points(self.name)),
+                    *(op for op in OPS if self.name in points_of(op)),
+                )
+            )
+        )
 
     def __call__(self, setup: Setup) -> dict[str, Case]:
         """One a point."""
         pool, some = Pool(setup.device), self.points(self.name)[: self.count.get(setup.size)]
-        sized = [(op, found) for op, point in some if (found := self.sized(point, setup.size)) is not None]
+        sized = [
+            (op, found)
+            for op, point in some
+            if (found := self.sized(point, setup.size)) is not None
+        ]
         return {point.name: partial(self.measure, setup, pool, op, point) for op, point in sized}
 
     @torch.no_grad()

@@ -1,27 +1,34 @@
-"""Suites of calls of ops, which their families list (`bench_points`, `vendors`): `kernels`, `data`, `linear` and `experts`.
+"""Suites of calls of ops, which their families list (`bench_points`, `vendors`): `kernels`, `data`,
+`linear` and `experts`.
 
-`kernels`: every kernel that can answer a call, the automatic choice, and torch's and the vendors' own calls. `automatic` is the
-plain op, `deterministic` the op under that policy; `kernel` in their rows names the chosen kernel. `torch.*` are SDPA, compiled
-flex_attention and varlen_attn; `direct.*` the vendors' own calls of their kernels. `of_direct` of a kernel: the time of the vendor's
-fastest call of the same device code over its own. `of_automatic`: that of `automatic` over the row's. `of_bandwidth` and `of_flops`
-are shares of the ceilings measured in the same run, for the bytes a call must move and its operations.
+`kernels`: every kernel that can answer a call, the automatic choice, and torch's and the vendors'
+own calls. `automatic` is the plain op, `deterministic` the op under that policy; `kernel` in their
+rows names the chosen kernel. `torch.*` are SDPA, compiled flex_attention and varlen_attn;
+`direct.*` the vendors' own calls of their kernels. `of_direct` of a kernel: the time of the
+vendor's fastest call of the same device code over its own. `of_automatic`: that of `automatic` over
+the row's. `of_bandwidth` and `of_flops` are shares of the ceilings measured in the same run, for
+the bytes a call must move and its operations.
 
-`data`: kernels that move keys, values and latents, and what a copy of as many bytes takes. `compiled` is what Inductor makes of the
-torch ops that `reference` runs eagerly. `copy` is `copy_` of half the bytes that a case reads and writes, so it moves as many;
-`of_copy`: its time over the row's. Results must be equal in every bit.
+`data`: kernels that move keys, values and latents, and what a copy of as many bytes takes.
+`compiled` is what Inductor makes of the torch ops that `reference` runs eagerly. `copy` is `copy_`
+of half the bytes that a case reads and writes, so it moves as many; `of_copy`: its time over the
+row's. Results must be equal in every bit.
 
-`linear`: the products of a decode step with the norm, activation and residual around them, by model and number of rows. `aten`: the
-torch ops of transformers, as Inductor compiles them. `triton`: one launch; `deterministic`: the kernel under that policy. `product`:
-torch's product alone. `us` of a row of `automatic` has all times of kernels, and its regret is the time of the chosen one over the
-best one's, less 1; the last rows of a model have the mean and the worst, and those of a choice by estimates alone. Of the models in
-HELD no table has the shapes, and of most no table has all the rows.
+`linear`: the products of a decode step with the norm, activation and residual around them, by model
+and number of rows. `aten`: the torch ops of transformers, as Inductor compiles them. `triton`: one
+launch; `deterministic`: the kernel under that policy. `product`: torch's product alone. `us` of a
+row of `automatic` has all times of kernels, and its regret is the time of the chosen one over the
+best one's, less 1; the last rows of a model have the mean and the worst, and those of a choice by
+estimates alone. Of the models in HELD no table has the shapes, and of most no table has all the
+rows.
 
-`experts`: the experts of a mixture layer at few tokens. `grouped_mm`, `batched_mm`: transformers' functions, on the module that
-transformers makes; the other ways are as in `linear`.
+`experts`: the experts of a mixture layer at few tokens. `grouped_mm`, `batched_mm`: transformers'
+functions, on the module that transformers makes; the other ways are as in `linear`.
 
-A measurement of these two is a CUDA graph that goes once through calls whose weights no cache holds together: copies of one weight,
-or experts that each call chooses at random, those of one token without a common one. So most reads are cold. The results that the
-last replay left are compared, too. `of_bandwidth`: the bytes of the weights over the time, as a share of the bandwidth measured in
+A measurement of these two is a CUDA graph that goes once through calls whose weights no cache holds
+together: copies of one weight, or experts that each call chooses at random, those of one token
+without a common one. So most reads are cold. The results that the last replay left are compared,
+too. `of_bandwidth`: the bytes of the weights over the time, as a share of the bandwidth measured in
 the same run. `error` is the largest one as a share of the error allowed there.
 """
 
@@ -38,7 +45,16 @@ from torch import Tensor
 from attnops.bench import Setup, choices
 from attnops.bench.exact import exact, way
 from attnops.bench.op_suite import OpSuite
-from attnops.bench.rows import Row, Rows, Way, Ways, largest_error, time_if_right, with_direct, with_ratios
+from attnops.bench.rows import (
+    Row,
+    Rows,
+    Way,
+    Ways,
+    largest_error,
+    time_if_right,
+    with_direct,
+    with_ratios,
+)
 from attnops.core.arguments import REQUIRED, Arg
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem, altered
@@ -59,15 +75,18 @@ from attnops.tune.run import COMPILED, Stopwatch, runner, tracing
 
 DETERMINISTIC = "deterministic"  # the policy
 
-# Every kernel of attention --------------------------------------------------------------------------------------------
+# Every kernel of attention ------------------------------------------------------------------------
 
-# Not measured on a GPU, where a plain body holds the scores of all pairs; at toy size, compilers are not measured.
+# Not measured on a GPU, where a plain body holds the scores of all pairs; at toy size, compilers
+# are not measured.
 SLOW = ("reference", "flex", "torch.flex")
 OWN = {
     "flashinfer": ("flashinfer_tensor_cores", "flashinfer_fa2", "flashinfer_fa3"),
-    "flashinfer_mla_fa2": ("flashinfer_fa2",), "flashinfer_mla_fa3": ("flashinfer_fa3",),
-}  # fmt: skip
-"""By kernel, the vendor's calls that run the same device code; of other kernels, the call of the kernel's name."""
+    "flashinfer_mla_fa2": ("flashinfer_fa2",),
+    "flashinfer_mla_fa3": ("flashinfer_fa3",),
+}
+"""By kernel, the vendor's calls that run the same device code; of other kernels, the call of the
+kernel's name."""
 
 
 def shorter(point: Requests, size: str) -> Requests:
@@ -76,14 +95,19 @@ def shorter(point: Requests, size: str) -> Requests:
         return point
     s, keys = point.shape, min(point.keys, 32 if size == "toy" else 512)
     queries = min(point.queries, keys if point.queries == point.keys else keys // 2)
-    shape = altered(toy(s) if size == "toy" else altered(s, **F32), window=(min(s.rules.window[0], keys // 2), -1))
+    shape = altered(
+        toy(s) if size == "toy" else altered(s, **F32),
+        window=(min(s.rules.window[0], keys // 2), -1),
+    )
     shape = shape if s.kv_dtype == s.dtype else altered(shape, kv_dtype=s.kv_dtype)
     return replace(point, shape=shape, batch=min(point.batch, 2), queries=queries, keys=keys)
 
 
 def call_at(point: Requests, pool: Pool) -> Call:
     """The call of a point."""
-    return build(point.shape, [point.queries] * point.batch, [point.keys] * point.batch, pool).with_(**dict(point.more))
+    return build(
+        point.shape, [point.queries] * point.batch, [point.keys] * point.batch, pool
+    ).with_(**dict(point.more))
 
 
 def kernel_rows(setup: Setup, pool: Pool, op: str, point: Requests) -> Rows:
@@ -95,16 +119,25 @@ def kernel_rows(setup: Setup, pool: Pool, op: str, point: Requests) -> Rows:
     slow = SLOW if setup.on_gpu else (*SLOW[1:], *COMPILED) if brief else ()
     fast = tuple(n for n in kernels_of(op) if n not in slow)
     ways: Ways = {
-        kernel.name: way(runner(kernel, mine), part, allowed * kernel.tolerance.factor, mine.arguments.get(mine.spec.output))
+        kernel.name: way(
+            runner(kernel, mine),
+            part,
+            allowed * kernel.tolerance.factor,
+            mine.arguments.get(mine.spec.output),
+        )
         for kernel, mine, _ in Stopwatch(names=fast).candidates(call)
     }
     for name, policy in (("automatic", ""), (DETERMINISTIC, DETERMINISTIC)):
         if (chosen := select(call.problem, policy).kernel) is not None:
             run = partial(OPS[op].packet.default, *call.args, **call.kwargs, policy=policy)
-            ways[name] = replace(way(run, part, allowed * chosen.tolerance.factor, output), more={"kernel": chosen.name})
+            ways[name] = replace(
+                way(run, part, allowed * chosen.tolerance.factor, output),
+                more={"kernel": chosen.name},
+            )
 
     def other(make: Callable[..., Run | None]) -> Way | None:
-        # Other calls may round weights to the dtype; the budget has a factor of two for block-wise rescaling.
+        # Other calls may round weights to the dtype; the budget has a factor of two for block-wise
+        # rescaling.
         run = make(call.record, setup.compiled)
         return None if run is None else way(run, part, 2 * allowed, output)
 
@@ -114,8 +147,14 @@ def kernel_rows(setup: Setup, pool: Pool, op: str, point: Requests) -> Rows:
 
     others = OPS[op].of_family("vendors", "VENDORS") or {}
     left = () if setup.on_gpu else ("direct",)
-    ways |= {n: partial(other, make) for n, make in others.items() if n.partition(".")[0] not in left and not (brief and n in SLOW)}
-    found = time_if_right(point.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares)
+    ways |= {
+        n: partial(other, make)
+        for n, make in others.items()
+        if n.partition(".")[0] not in left and not (brief and n in SLOW)
+    }
+    found = time_if_right(
+        point.name, ways, want, allowed, partial(kernels_us, setup.device), more=shares
+    )
     return with_ratios(with_direct(found, own_calls), "automatic")
 
 
@@ -134,9 +173,10 @@ def eager(kernel: Kernel, call: Call) -> Any:
     return kernel.run(call.record)
 
 
-# What moves data ------------------------------------------------------------------------------------------------------
+# What moves data ----------------------------------------------------------------------------------
 
-COMPILE = (" 64", " 4096")  # ends of the names of cases whose code Inductor makes, which takes seconds
+# Ends of the names of cases whose code Inductor makes, which takes seconds
+COMPILE = (" 64", " 4096")
 
 
 def short(point: Any, size: str) -> Any:
@@ -153,7 +193,9 @@ def moving(point: Any, pool: Pool, op: str) -> Call:
         if a.default is not REQUIRED:  # a scale
             return None if dtype == torch.bfloat16 else torch.full(dims, 1 / 32, device=pool.device)
         if a.written:
-            return torch.zeros(dims, dtype=torch.uint8 if a.dtypes == (torch.uint8,) else dtype, device=pool.device)
+            return torch.zeros(
+                dims, dtype=torch.uint8 if a.dtypes == (torch.uint8,) else dtype, device=pool.device
+            )
         return pool.take(*dims, dtype=torch.bfloat16)
 
     sizes, given = point.filled(pool)
@@ -163,11 +205,13 @@ def moving(point: Any, pool: Pool, op: str) -> Call:
 def move_rows(setup: Setup, pool: Pool, op: str, point: Any) -> Rows:
     """The kernels that can answer a call."""
     call = moving(point, pool, op)
-    known, own = kernels_of(op), call.map(lambda _, t: t.clone())  # timed calls write their tensors again and again
+    # Timed calls write their tensors again and again
+    known, own = kernels_of(op), call.map(lambda _, t: t.clone())
     can = {name: k for name, k in known.items() if not k.refusals(call.problem)}
 
     def results(run: Callable[[Call], Any]) -> list[Tensor]:
-        """The bytes of the results that a call returns or writes; the call itself is not changed."""
+        """The bytes of the results that a call returns or writes; the call itself is not
+        changed."""
         mine = call.map(lambda _, t: t.clone())
         returned = run(mine)
         values = [mine.arguments[n] for n in mine.mutated] if returned is None else list(returned)
@@ -198,18 +242,29 @@ def move_rows(setup: Setup, pool: Pool, op: str, point: Any) -> Rows:
     def differing(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
         return float(sum(int((x != y).sum()) for x, y in zip(got, want, strict=True)))  # bytes
 
-    return with_ratios(time_if_right(point.name, ways, want, 0.0, partial(kernels_us, setup.device), differing, own=ours), "copy")
+    return with_ratios(
+        time_if_right(
+            point.name, ways, want, 0.0, partial(kernels_us, setup.device), differing, own=ours
+        ),
+        "copy",
+    )
 
 
-# Weights that are read cold -------------------------------------------------------------------------------------------
+# Weights that are read cold -----------------------------------------------------------------------
 
 LESS = {"toy": 128, "small": 16, "quick": 1, "full": 1}
 """By size of the run, the divisor of the weight's rows and columns."""
-ROWS = {"toy": (1, 8), "small": (1, 8), "quick": (1, 8, 64), "full": (1, 2, 3, 8, 16, 24, 32, 48, 64, 96, 512)}
+ROWS = {
+    "toy": (1, 8),
+    "small": (1, 8),
+    "quick": (1, 8, 64),
+    "full": (1, 2, 3, 8, 16, 24, 32, 48, 64, 96, 512),
+}
 AT = (1, 8, 64)  # the rows at which the policy is timed
 HELD: Mapping[str, Mapping[str, Problem]] = {
-    "phi-3-mini": linears.products(3072, 32, 32, 8192, 32064, 96), "mistral-small-24b": linears.products(5120, 32, 8, 32768, 131072),
-}  # fmt: skip
+    "phi-3-mini": linears.products(3072, 32, 32, 8192, 32064, 96),
+    "mistral-small-24b": linears.products(5120, 32, 8, 32768, 131072),
+}
 
 
 class Model(NamedTuple):
@@ -221,15 +276,20 @@ class Model(NamedTuple):
 
 def models(suite: str) -> list[tuple[str, Model]]:
     """Those whose products are timed, the ones that tables have first."""
-    return [(products["o"].op, Model(name, products)) for name, products in {**linears.MODELS, **HELD}.items()]
+    return [
+        (products["o"].op, Model(name, products))
+        for name, products in {**linears.MODELS, **HELD}.items()
+    ]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Calls that are alike, which a measurement makes one after the other, and what they should give.
+    """Calls that are alike, which a measurement makes one after the other, and what they should
+    give.
 
-    allowed: the error of each number of `want`. moved: the bytes of a call. peers: what others have for a call. alone: vendors' calls
-    that give another result, which is not compared. steady: is the deterministic choice timed as well? run_of: what runs a kernel.
+    allowed: the error of each number of `want`. moved: the bytes of a call. peers: what others have
+    for a call. alone: vendors' calls that give another result, which is not compared. steady: is
+    the deterministic choice timed as well? run_of: what runs a kernel.
     rounds: of the clock.
     """
 
@@ -249,7 +309,12 @@ def product_rows(setup: Setup, pool: Pool, op: str, model: Model) -> Iterator[Ro
     """Every product of a model with every number of rows."""
     for name, shape in model.products.items():
         sizes = {n: getattr(shape, n) // LESS[setup.size] for n in ("out_features", "in_features")}
-        for task in product_at(setup, pool, f"{model.name} {name}", altered(shape, dtype=setup.dtype, kv_dtype=setup.dtype, **sizes)):
+        for task in product_at(
+            setup,
+            pool,
+            f"{model.name} {name}",
+            altered(shape, dtype=setup.dtype, kv_dtype=setup.dtype, **sizes),
+        ):
             yield from cold_rows(setup, task)
 
 
@@ -257,17 +322,32 @@ def product_at(setup: Setup, pool: Pool, name: str, shape: Problem) -> Iterator[
     """One product with every number of rows."""
     some, spec = ROWS[setup.size], OPS[shape.op].spec
     calls = with_copies(call_of(shape, Sizes(float(some[-1]), 1.0, 1.0), pool), pool)
-    weights, by_row = [calls[0].arguments[n] for n in spec.weights], [a.name for a in spec.args if a.tensor and a.layout[0].text == "T"]
+    weights, by_row = (
+        [calls[0].arguments[n] for n in spec.weights],
+        [a.name for a in spec.args if a.tensor and a.layout[0].text == "T"],
+    )
     for call in calls[1:]:
         for name_of, weight in zip(spec.weights, weights, strict=True):
             call.arguments[name_of].copy_(weight)
     [(written, want)] = oracle(calls[0]).items()
     allowed: Any = allowance(calls[0], {written: want})[written]
-    moved, alone = sum(weight.nbytes for weight in weights), OPS[shape.op].of_family("vendors", "VENDORS")
+    moved, alone = (
+        sum(weight.nbytes for weight in weights),
+        OPS[shape.op].of_family("vendors", "VENDORS"),
+    )
     for count in some:
-        fewer = [call.with_(**{n: call.arguments[n][:count] for n in by_row if n in call.arguments}) for call in calls]
-        facts: Row = {"run_of": partial(runner, backend=setup.backend), "rounds": 3, "steady": count in AT}
-        yield Task(f"{name} x{count}", fewer, want[:count], allowed[:count], moved, alone=alone, **facts)
+        fewer = [
+            call.with_(**{n: call.arguments[n][:count] for n in by_row if n in call.arguments})
+            for call in calls
+        ]
+        facts: Row = {
+            "run_of": partial(runner, backend=setup.backend),
+            "rounds": 3,
+            "steady": count in AT,
+        }
+        yield Task(
+            f"{name} x{count}", fewer, want[:count], allowed[:count], moved, alone=alone, **facts
+        )
 
 
 def mixture_rows(setup: Setup, pool: Pool, op: str, mixture: Any) -> Iterator[Row]:
@@ -289,8 +369,11 @@ def cold_rows(setup: Setup, task: Task) -> Rows:
     left: dict[str, list[Tensor]] = {}
 
     def way(name: str, run_of: Callable[[Call], Run]) -> Way:
-        outputs = first.arguments[written].new_empty((len(task.calls), *first.arguments[written].shape))
-        owned = [call.with_(**{written: output}) for call, output in zip(task.calls, outputs, strict=True)]
+        outputs = torch.stack([first.arguments[written]] * len(task.calls))
+        owned = [
+            call.with_(**{written: output})
+            for call, output in zip(task.calls, outputs, strict=True)
+        ]
         runs, now = [run_of(call) for call in owned], left.setdefault(name, list(outputs))
 
         def spoil() -> None:
@@ -298,7 +381,10 @@ def cold_rows(setup: Setup, task: Task) -> Rows:
                 result.fill_(float("nan"))
 
         def run() -> None:
-            now[:] = [output if (result := one()) is None else result for one, output in zip(runs, outputs, strict=True)]
+            now[:] = [
+                output if (result := one()) is None else result
+                for one, output in zip(runs, outputs, strict=True)
+            ]
 
         def results() -> Tensor:
             spoil()
@@ -313,12 +399,20 @@ def cold_rows(setup: Setup, task: Task) -> Rows:
     def clock(steps: Mapping[str, Timed]) -> Times:
         with tracing():
             found = kernels_us(setup.device, steps, task.rounds)
-        for name in (name for name in steps if name in checked):
+        for name in steps.keys() & checked:
             if not (off := share(torch.stack(left[name]), want)) <= 1:
-                raise RuntimeError(f"{task.name}: the timed graph of {name} left results that are off by {off:.3g} of the error allowed")
-        return {name: {figure: round(us / len(task.calls), 2) for figure, us in one.items()} for name, one in found.items()}
+                raise RuntimeError(
+                    f"{task.name}: the timed graph of {name} left results that are off by "
+                    f"{off:.3g} of the error allowed"
+                )
+        return {
+            name: {figure: round(us / len(task.calls), 2) for figure, us in one.items()}
+            for name, one in found.items()
+        }
 
-    kernels = [k for k in kernels_of(first.op).values() if not (k.judge or k.refusals(first.problem))]
+    kernels = [
+        k for k in kernels_of(first.op).values() if not (k.judge or k.refusals(first.problem))
+    ]
     ways = {k.name: way(k.name, partial(task.run_of, k)) for k in kernels}
     steady = select(first.problem, DETERMINISTIC).kernel if task.steady else None
     if steady is not None and not steady.judge:
@@ -326,17 +420,24 @@ def cold_rows(setup: Setup, task: Task) -> Rows:
     checked = tuple(ways)
     ways |= {name: way(name, make) for name, make in task.peers.items()}
     for name, make in task.alone.items():
-        ways[name] = Way(Timed(partial(in_turn, [make(call.record, setup.compiled) for call in task.calls])), lambda: want)
+        ways[name] = Way(
+            Timed(partial(in_turn, [make(call.record, setup.compiled) for call in task.calls])),
+            lambda: want,
+        )
 
     def shares(us: float, way: Way) -> Row:
         return setup.shares(us, of_bandwidth=task.moved)
 
     with tracing():
-        rows = time_if_right(task.name, ways, want, 1.0, clock, share, shares, (*checked, *task.alone))
+        rows = time_if_right(
+            task.name, ways, want, 1.0, clock, share, shares, (*checked, *task.alone)
+        )
         return choices.with_choice(rows, first)
 
 
 KERNELS = OpSuite("kernels", kernel_rows, {"toy": 4, "small": 4, "quick": 6}, shorter)
 DATA = OpSuite("data", move_rows, sized=short)
-LINEAR = OpSuite("linear", product_rows, {"toy": 1, "small": 1, "quick": 1}, points=models, summary=True)
+LINEAR = OpSuite(
+    "linear", product_rows, {"toy": 1, "small": 1, "quick": 1}, points=models, summary=True
+)
 EXPERTS = OpSuite("experts", mixture_rows, {"toy": 2, "small": 2, "quick": 2})

@@ -1,4 +1,5 @@
-"""Other engines in the suites `generate` and `decode`: each in a process of its own, with the Python of its environment (`engines.py`)."""
+"""Other engines in the suites `generate` and `decode`: each in a process of its own, with the
+Python of its environment (`engines.py`)."""
 
 from __future__ import annotations
 
@@ -28,12 +29,15 @@ EMPTY = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")  # fol
 
 
 def parse(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Engines and the Pythons of their environments, of texts such as `vllm=/path/to/python`. Raises InvalidInput."""
+    """Engines and the Pythons of their environments, of texts such as `vllm=/path/to/python`.
+    Raises InvalidInput."""
     found = {}
     for text in given:
         name, _, python = text.partition("=")
         if name not in engines.ENGINES or not python:
-            raise InvalidInput("engine", repr(text), f"NAME=PYTHON, with a NAME of {' | '.join(engines.ENGINES)}")
+            raise InvalidInput(
+                "engine", repr(text), f"NAME=PYTHON, with a NAME of {' | '.join(engines.ENGINES)}"
+            )
         found[name] = python
     return tuple(found.items())
 
@@ -41,23 +45,42 @@ def parse(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
 def cases(setup: Setup, suite: str, new: int, rounds: int, less: int = 0) -> dict[str, Case]:
     """One case for each engine and model of a suite, with all of the model's points.
 
-    new: tokens of a call. rounds: timed calls. less: tokens of a call whose time is subtracted, so that decode steps alone are timed.
+    new: tokens of a call. rounds: timed calls. less: tokens of a call whose time is subtracted, so
+    that decode steps alone are timed.
     """
     every = models.points_of(setup, suite).items()
     return {
-        f"{name}, {engine}": partial(measure, setup, name, points, engine, python, new, rounds, less)
+        f"{name}, {engine}": partial(
+            measure, setup, name, points, engine, python, new, rounds, less
+        )
         for engine, python in setup.engines
         for name, points in every
     }
 
 
-def measure(setup: Setup, name: str, points: tuple[Point, ...], engine: str, python: str, new: int, rounds: int, less: int = 0) -> Rows:
-    """The rows of an engine. Raises LeftOut with the last line of its errors, if it measures no point."""
+def measure(
+    setup: Setup,
+    name: str,
+    points: tuple[Point, ...],
+    engine: str,
+    python: str,
+    new: int,
+    rounds: int,
+    less: int = 0,
+) -> Rows:
+    """The rows of an engine. Raises LeftOut with the last line of its errors, if it measures no
+    point."""
     made = models.fitted(setup, name, models.largest(points))
     spec = {
-        "engine": engine, "points": points, "new": new, "rounds": rounds, "less": less, "vocab": made.vocab_size, "dtype": _name(setup),
+        "engine": engine,
+        "points": points,
+        "new": new,
+        "rounds": rounds,
+        "less": less,
+        "vocab": made.vocab_size,
+        "dtype": _name(setup),
         "token_bytes": models.kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize,
-    }  # fmt: skip
+    }
     with TemporaryDirectory(prefix="attnops-bench-", ignore_cleanup_errors=True) as folder:
         for file, content in files(setup, made).items():
             (Path(folder) / file).write_text(json.dumps(content))
@@ -69,13 +92,31 @@ def measure(setup: Setup, name: str, points: tuple[Point, ...], engine: str, pyt
         row: Row = {"case": f"{name} {point}", "way": engine}
         if at < len(found):
             us = spread([1e6 * seconds / (new - less) for seconds in found[at]["seconds"]])
-            row |= {**us, "tokens_s": round(point.batch / us["median_us"] * 1e6, 1), **more, **found[at]["facts"]}
+            row |= {
+                **us,
+                "tokens_s": round(point.batch / us["median_us"] * 1e6, 1),
+                **more,
+                **found[at]["facts"],
+            }
         rows.append(row if at < len(found) else {**row, "wrong": why})
     if less:
         return rows
     first_s, version = found[0]["first_s"], found[0]["facts"]["version"]
-    first = {"median_us": round(1e6 * first_s, 2), "first_s": round(first_s, 3), "new_tokens": new, "version": version}
-    return [*rows, {"case": f"{name} {points[0]}, first call", "way": engine, **first, "how": "from the start of its process"}]
+    first = {
+        "median_us": round(1e6 * first_s, 2),
+        "first_s": round(first_s, 3),
+        "new_tokens": new,
+        "version": version,
+    }
+    return [
+        *rows,
+        {
+            "case": f"{name} {points[0]}, first call",
+            "way": engine,
+            **first,
+            "how": "from the start of its process",
+        },
+    ]
 
 
 def files(setup: Setup, made: Any) -> engines.Spec:
@@ -83,22 +124,51 @@ def files(setup: Setup, made: Any) -> engines.Spec:
     import transformers
 
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
-    config = {**json.loads(made.to_json_string()), "architectures": [kind.__name__], "dtype": _name(setup), "torch_dtype": _name(setup)}
-    return {"config.json": config, "generation_config.json": {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}}
+    config = {
+        **json.loads(made.to_json_string()),
+        "architectures": [kind.__name__],
+        "dtype": _name(setup),
+        "torch_dtype": _name(setup),
+    }
+    return {
+        "config.json": config,
+        "generation_config.json": {
+            name: config.get(name) for name in ("bos_token_id", "eos_token_id")
+        },
+    }
 
 
 def answers(setup: Setup, python: str, spec: engines.Spec, folder: Path) -> tuple[Rows, str]:
-    """(what the engine printed for each point, why it printed no more). Its processes have ended."""
+    """(what the engine printed for each point, why it printed no more). Its processes have
+    ended."""
     if (program := shutil.which(os.path.expanduser(python))) is None:
         return [], f"{python} is no executable file"
     # Of several GPUs, that of this process. PYTHONPATH has packages of this process.
-    gpu = [f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(setup.device).uuid}"] if setup.device.index else []
-    changed = ["env", "-u", "PYTHONPATH", *SET, *(f"{name}={folder / name}" for name in EMPTY), *gpu]
+    gpu = (
+        [f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(setup.device).uuid}"]
+        if setup.device.index
+        else []
+    )
+    changed = [
+        "env",
+        "-u",
+        "PYTHONPATH",
+        *SET,
+        *(f"{name}={folder / name}" for name in EMPTY),
+        *gpu,
+    ]
     given = json.dumps({**spec, "model": str(folder), "began": time.time()})
     command = [*changed, os.path.abspath(program), engines.__file__, given]
     printed, errors = folder / "printed", folder / "errors"
     with printed.open("w") as out, errors.open("w") as err:
-        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
         late = ""
         try:
             process.wait(LIMIT_S)

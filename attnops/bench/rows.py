@@ -1,4 +1,5 @@
-"""Rows of results: one way to compute one case each. Every result is compared before it is timed."""
+"""Rows of results: one way to compute one case each. Every result is compared before it is
+timed."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from attnops.core.errors import one_line
 from attnops.tune.clock import Timed, Times
 
 Row = dict[str, Any]
-"""`case` and `way`; `median_us` and `spread_us`, or in `wrong` why there is no time; `error` and `budget` of a compared result, in the same
-unit; further figures, such as `of_bandwidth` or `tokens_s`."""
+"""`case` and `way`; `median_us` and `spread_us`, or in `wrong` why there is no time; `error` and
+`budget` of a compared result, in the same unit; further figures, such as `of_bandwidth` or
+`tokens_s`."""
 
 FIELDS = ("case", "way", "median_us", "spread_us", "error", "budget", "wrong")
 WRONG = "wrong: "  # `wrong` starts with this if a result is wrong, or a way that must run does not
@@ -35,7 +37,8 @@ def further(row: Row) -> Row:
 
 @dataclass(frozen=True)
 class Way:
-    """An implementation to time. result: computes the tensor to compare, if not `timed.call`. budget: overrides the case's."""
+    """An implementation to time. result: computes the tensor to compare, if not `timed.call`.
+    budget: overrides the case's."""
 
     timed: Timed
     result: Callable[[], Any] | None = None
@@ -60,7 +63,8 @@ def largest_error(got: Tensor, want: Tensor) -> float:
 
 
 def relative_error(got: Tensor, want: Tensor, quantile: float = 1.0) -> float:
-    """The given quantile of |got - want| / |want| over rows (last dim), Euclidean norms; inf as in `largest_error`."""
+    """The given quantile of |got - want| / |want| over rows (last dim), Euclidean norms; inf as in
+    `largest_error`."""
     if (largest := largest_error(got, want)) in (0.0, inf):
         return largest
     got, want = got.flatten(0, -2).double(), want.flatten(0, -2).double()
@@ -78,7 +82,8 @@ def time_if_right(
     more: More = lambda us, way: {},
     own: Collection[str] = (),
 ) -> Rows:
-    """The rows of one case: every way is run and timed, in turn with the others, if its `distance` from `want` is at most its budget.
+    """The rows of one case: every way is run and timed, in turn with the others, if its `distance`
+    from `want` is at most its budget.
 
     own: ways that must run: an error of one of these makes it wrong.
     """
@@ -86,7 +91,12 @@ def time_if_right(
     made: dict[str, Way] = {}
     right: dict[str, Way] = {}
     with torch.no_grad():
-        for name, make in ways.items():  # all of them first: a patch may move the weights that graphs would have captured
+        for (
+            name,
+            make,
+        ) in (
+            ways.items()
+        ):  # all of them first: a patch may move the weights that graphs would have captured
             try:
                 if (way := make if isinstance(make, Way) else make()) is None:
                     del rows[name]
@@ -101,11 +111,17 @@ def time_if_right(
                 rows[name] |= {**way.more, "wrong": WRONG * (name in own) + one_line(failure)}
                 continue
             allowed = budget if way.budget is None else way.budget
-            rows[name] |= {**way.more, "budget": _digits(allowed)} | ({"error": _digits(error)} if error < inf else {})
+            rows[name] |= {**way.more, "budget": _digits(allowed)} | (
+                {"error": _digits(error)} if error < inf else {}
+            )
             if error <= allowed < inf:
                 right[name] = way
             else:
-                off = f"off by {error:.3g}, allowed {allowed:.3g}" if error < inf else "not finite, or of another shape"
+                off = (
+                    f"off by {error:.3g}, allowed {allowed:.3g}"
+                    if error < inf
+                    else "not finite, or of another shape"
+                )
                 rows[name]["wrong"] = WRONG + off
         for name, us in clock({name: way.timed for name, way in right.items()}).items():
             rows[name] |= {**us, **more(us["median_us"], right[name])}
@@ -117,9 +133,14 @@ def _digits(x: float) -> float:
 
 
 def with_ratios(rows: Rows, *peers: str) -> Rows:
-    """The rows, each with `of_<peer>`: the peer's time over its own in the same case; above 1 is faster than the peer."""
+    """The rows, each with `of_<peer>`: the peer's time over its own in the same case; above 1 is
+    faster than the peer."""
     for peer in peers:
-        base = {row["case"]: row["median_us"] for row in rows if row["way"] == peer and "median_us" in row}
+        base = {
+            row["case"]: row["median_us"]
+            for row in rows
+            if row["way"] == peer and "median_us" in row
+        }
         for row in rows:
             if row["way"] != peer and row["case"] in base and "median_us" in row:
                 row[f"of_{peer}"] = round(base[row["case"]] / row["median_us"], 4)
@@ -127,9 +148,12 @@ def with_ratios(rows: Rows, *peers: str) -> Rows:
 
 
 def with_direct(rows: Rows, calls: Callable[[str], Iterable[str]]) -> Rows:
-    """The rows, with `of_direct` in those of a way that has `calls`: the time of the fastest of these over its own."""
+    """The rows, with `of_direct` in those of a way that has `calls`: the time of the fastest of
+    these over its own."""
     us = {row["way"]: row["median_us"] for row in rows if "median_us" in row}
     for row in rows:
         best = min((us[name] for name in calls(row["way"]) if name in us), default=None)
-        row |= {"of_direct": round(best / row["median_us"], 4)} if best and "median_us" in row else {}
+        row |= (
+            {"of_direct": round(best / row["median_us"], 4)} if best and "median_us" in row else {}
+        )
     return rows

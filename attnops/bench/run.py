@@ -1,4 +1,5 @@
-"""The suites by name. `run` measures them, in this process or one worker process a GPU, and writes a results file of each."""
+"""The suites by name. `run` measures them, in this process or one worker process a GPU, and writes
+a results file of each."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ from attnops.tune.clock import ceilings, synchronize
 class Suite(NamedTuple):
     """A part of the measurements: cases by name for a Setup, and the share of the time.
 
-    models: does it measure models of transformers? usual: is it part of a run that names no suite? Others take minutes.
+    models: does it measure models of transformers? usual: is it part of a run that names no suite?
+    Others take minutes.
     ops: those whose kernels it runs, (): it may run all.
     """
 
@@ -57,39 +59,99 @@ class Suite(NamedTuple):
     @property
     def stem(self) -> str:
         """Of its results file."""
-        return "kernel_times" if self.name == "kernels" else self.name  # kernels.json holds numerics
+        return (
+            "kernel_times" if self.name == "kernels" else self.name
+        )  # kernels.json holds numerics
 
 
-CALLS, PAIRS = ops.KERNELS.ops, tuple(op.removesuffix(end) for op in training.SUITE.ops for end in (GRADIENT, ""))
+CALLS, PAIRS = (
+    ops.KERNELS.ops,
+    tuple(op.removesuffix(end) for op in training.SUITE.ops for end in (GRADIENT, "")),
+)
 
 SUITES = (
-    Suite("kernels", "every kernel, the one chosen, and torch's own, by kinds of calls", ops.KERNELS, 2.0, False, ops=CALLS),
+    Suite(
+        "kernels",
+        "every kernel, the one chosen, and torch's own, by kinds of calls",
+        ops.KERNELS,
+        2.0,
+        False,
+        ops=CALLS,
+    ),
     Suite("decode", "one new token a request, of whole Hugging Face models", decode.cases, 8.0),
-    Suite("prefill", "the time to the first token of whole Hugging Face models", decode.prefill_cases, 2.0),
+    Suite(
+        "prefill",
+        "the time to the first token of whole Hugging Face models",
+        decode.prefill_cases,
+        2.0,
+    ),
     Suite("compile", "cold and warm compilation", compile.cases, 2.0),
     Suite("graphs", "capture of all default buckets, and a step's host time", compile.graph_cases),
     Suite("latent", "an attention layer of DeepSeek-V3 over latents", latent.cases, usual=False),
-    Suite("data", "kernels that move keys, values and latents", ops.DATA, 0.5, False, ops=ops.DATA.ops),
-    Suite("linear", "the products of a decode step, with what is around them", ops.LINEAR, 0.5, False, ops=ops.LINEAR.ops),
-    Suite("experts", "the experts of a mixture at few tokens", ops.EXPERTS, 0.5, ops=ops.EXPERTS.ops),
-    Suite("training", "attention forward and backward, beside others' calls", training.SUITE, 2.0, False, ops=PAIRS),
-    Suite("generate", "whole calls of generate(), and the first one of a process", generate.cases, 4.0, usual=False),
-    Suite("cliffs", "the cost of a change: another cache, batch, length, thread, adapter or policy", cliffs.cases, usual=False),
-    Suite("overhead", "the host time of a call through attnops", overhead.cases, models=False),
     Suite(
-        "regret", "the automatic choice against the best kernel, on calls that no table has", choices.REGRET, models=False,
-        usual=False, ops=CALLS,
+        "data", "kernels that move keys, values and latents", ops.DATA, 0.5, False, ops=ops.DATA.ops
     ),
-    Suite("training_steps", "training steps of whole Hugging Face models over packed documents", training_steps.cases, usual=False),
     Suite(
-        "training_regret", "the chosen forward and gradient against the best pair", choices.TRAINING, models=False, usual=False,
+        "linear",
+        "the products of a decode step, with what is around them",
+        ops.LINEAR,
+        0.5,
+        False,
+        ops=ops.LINEAR.ops,
+    ),
+    Suite(
+        "experts", "the experts of a mixture at few tokens", ops.EXPERTS, 0.5, ops=ops.EXPERTS.ops
+    ),
+    Suite(
+        "training",
+        "attention forward and backward, beside others' calls",
+        training.SUITE,
+        2.0,
+        False,
         ops=PAIRS,
     ),
-)  # fmt: skip
+    Suite(
+        "generate",
+        "whole calls of generate(), and the first one of a process",
+        generate.cases,
+        4.0,
+        usual=False,
+    ),
+    Suite(
+        "cliffs",
+        "the cost of a change: another cache, batch, length, thread, adapter or policy",
+        cliffs.cases,
+        usual=False,
+    ),
+    Suite("overhead", "the host time of a call through attnops", overhead.cases, models=False),
+    Suite(
+        "regret",
+        "the automatic choice against the best kernel, on calls that no table has",
+        choices.REGRET,
+        models=False,
+        usual=False,
+        ops=CALLS,
+    ),
+    Suite(
+        "training_steps",
+        "training steps of whole Hugging Face models over packed documents",
+        training_steps.cases,
+        usual=False,
+    ),
+    Suite(
+        "training_regret",
+        "the chosen forward and gradient against the best pair",
+        choices.TRAINING,
+        models=False,
+        usual=False,
+        ops=PAIRS,
+    ),
+)
 
 
 def named(names: tuple[str, ...]) -> tuple[Suite, ...]:
-    """The suites of these names in their own order; () is the usual ones. Raises InvalidInput for an unknown name."""
+    """The suites of these names in their own order; () is the usual ones. Raises InvalidInput for
+    an unknown name."""
     known = {suite.name: suite for suite in SUITES}
     if unknown := [name for name in names if name not in known]:
         raise InvalidInput("suites", ", ".join(map(repr, unknown)), " | ".join(known))
@@ -101,18 +163,27 @@ INTERRUPTED = "the run was ended before"
 LOST = "a process or its device was lost"
 
 Outcome = dict[str, Any]
-"""Of a case: `rows`, or why it `failed` or was `left_out`; `case_seconds`. lost: the device raises from now on."""
+"""Of a case: `rows`, or why it `failed` or was `left_out`; `case_seconds`. lost: the device raises
+from now on."""
 
 Order = Iterator[tuple[Suite, str]]
 
 
 def run(
-    suites: Sequence[Suite], setup: Setup, *, budget_s: float = 400.0, out: Path | None = None, commit: str = "", gpus: int = 1,
+    suites: Sequence[Suite],
+    setup: Setup,
+    *,
+    budget_s: float = 400.0,
+    out: Path | None = None,
+    commit: str = "",
+    gpus: int = 1,
     tell: Callable[[str], None] = lambda case: None,
-) -> dict[str, Report]:  # fmt: skip
-    """The reports of some suites by name, each also a file in the folder `out`, rewritten after each of its cases. Options of the command.
+) -> dict[str, Report]:
+    """The reports of some suites by name, each also a file in the folder `out`, rewritten after
+    each of its cases. Options of the command.
 
-    tell: receives the name of each case that starts. Raises InvalidInput: fewer GPUs, an unknown way or model, an `out` that is no folder.
+    tell: receives the name of each case that starts. Raises InvalidInput: fewer GPUs, an unknown
+    way or model, an `out` that is no folder.
     """
     there = torch.cuda.device_count() if setup.on_gpu else 1
     if not 1 <= gpus <= there:
@@ -125,23 +196,37 @@ def run(
             raise
         except Exception as error:  # the other suites go on
             done[suite.name] = {suite.name: {"failed": one_line(error)}}
-    cases = {name: [case for case, outcome in some.items() if not outcome] for name, some in done.items()}
+    cases = {
+        name: [case for case, outcome in some.items() if not outcome] for name, some in done.items()
+    }
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidInput("out", f"{out} ({type(error).__name__})", "a folder, or where one may be made") from None
+            raise InvalidInput(
+                "out", f"{out} ({type(error).__name__})", "a folder, or where one may be made"
+            ) from None
     tell("ceilings")
     setup = replace(setup, ceilings=ceilings(setup.device, setup.dtype, setup.quick))
     if setup.on_gpu:
         torch.cuda.empty_cache()  # for the worker on this GPU
-    head = {**environment(setup.device, commit), "size": setup.size, "ceilings": dict(setup.ceilings), "gpus": gpus}
+    head = {
+        **environment(setup.device, commit),
+        "size": setup.size,
+        "ceilings": dict(setup.ceilings),
+        "gpus": gpus,
+    }
 
     target, packages = Target.of(setup.device), head["packages"]
     code = {suite.name: digests(candidates(target, suite.ops, packages)) for suite in suites}
 
     def save(suite: Suite, missing: str = INTERRUPTED) -> Report:
-        report = {**head, "suite": suite.name, "code": code[suite.name], **joined(done[suite.name], missing)}
+        report = {
+            **head,
+            "suite": suite.name,
+            "code": code[suite.name],
+            **joined(done[suite.name], missing),
+        }
         if out is not None:
             write_text(out / f"{suite.stem}.json", text_of(report))
         return report
@@ -157,8 +242,12 @@ def run(
 
 
 def in_order(suites: Sequence[Suite], cases: Mapping[str, Iterable[str]], budget_s: float) -> Order:
-    """The cases to start next, until the budget is spent: those in their suite's share of the rest, then those that were left."""
-    end, left = time.monotonic() + budget_s, {suite.name: list(cases[suite.name]) for suite in suites}
+    """The cases to start next, until the budget is spent: those in their suite's share of the rest,
+    then those that were left."""
+    end, left = (
+        time.monotonic() + budget_s,
+        {suite.name: list(cases[suite.name]) for suite in suites},
+    )
     for again in (False, True):
         for i, suite in enumerate(suites):
             now, names = time.monotonic(), left[suite.name]
@@ -167,8 +256,15 @@ def in_order(suites: Sequence[Suite], cases: Mapping[str, Iterable[str]], budget
                 yield suite, names.pop(0)
 
 
-def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Outcome], None], tell: Callable[[str], None]) -> bool:
-    """Measure in this process, or in a worker process for each of several GPUs. One that is lost, or whose device is, gets no further case.
+def measure(
+    order: Order,
+    setup: Setup,
+    gpus: int,
+    put: Callable[[Suite, str, Outcome], None],
+    tell: Callable[[str], None],
+) -> bool:
+    """Measure in this process, or in a worker process for each of several GPUs. One that is lost,
+    or whose device is, gets no further case.
 
     Returns False if one was lost.
     """
@@ -181,7 +277,9 @@ def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Ou
         cases_of.cache_clear()
         return True
     context = get_context("spawn")
-    workers = [ProcessPoolExecutor(1, context, _start_worker, (at, setup.on_gpu)) for at in range(gpus)]
+    workers = [
+        ProcessPoolExecutor(1, context, _start_worker, (at, setup.on_gpu)) for at in range(gpus)
+    ]
     idle, lost = list(workers), False
     running: dict[Future[Outcome], tuple[ProcessPoolExecutor, Suite, str]] = {}
     try:
@@ -200,7 +298,9 @@ def measure(order: Order, setup: Setup, gpus: int, put: Callable[[Suite, str, Ou
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 worker, suite, case = running.pop(future)
                 error = future.exception()
-                outcome = future.result() if error is None else {"failed": one_line(error), "lost": True}
+                outcome = (
+                    future.result() if error is None else {"failed": one_line(error), "lost": True}
+                )
                 put(suite, case, outcome)
                 idle += [] if outcome.get("lost") else [worker]
                 lost |= "lost" in outcome
@@ -225,7 +325,9 @@ def outcome_of(suite: Suite, case: str, setup: Setup) -> Outcome:
     """Run one case on this process's device. An error becomes its outcome."""
     start, outcome = time.monotonic(), Outcome()
     try:
-        outcome["rows"] = list(cases_of(suite, replace(setup, device=device_of(setup.device.type)))[case]())
+        outcome["rows"] = list(
+            cases_of(suite, replace(setup, device=device_of(setup.device.type)))[case]()
+        )
     except LeftOut as reason:
         outcome["left_out"] = str(reason)
     except Exception as error:  # the other cases go on
@@ -241,8 +343,12 @@ def outcome_of(suite: Suite, case: str, setup: Setup) -> Outcome:
 
 
 def joined(done: Mapping[str, Outcome], missing: str = SPENT) -> Report:
-    """The sections of a report that its cases fill. missing: why cases without an outcome were left out."""
+    """The sections of a report that its cases fill. missing: why cases without an outcome were left
+    out."""
     every = {name: one or {"left_out": missing} for name, one in done.items()}
-    sections = {at: {name: one[at] for name, one in every.items() if one.get(at)} for at in ("left_out", "failed", "case_seconds")}
+    sections = {
+        at: {name: one[at] for name, one in every.items() if one.get(at)}
+        for at in ("left_out", "failed", "case_seconds")
+    }
     rows = [row for one in every.values() for row in one.get("rows", ())]
     return {"rows": rows, **sections, "seconds": round(sum(sections["case_seconds"].values()), 1)}

@@ -1,9 +1,12 @@
-"""Suite `training`: attention forward and backward in one timing, dense and packed, with every rule that trains, and others' calls.
+"""Suite `training`: attention forward and backward in one timing, dense and packed, with every rule
+that trains, and others' calls.
 
-`automatic` and `deterministic` (the same under that policy) are the public functions `attention` and `varlen_attention`; `kernel` names
-their forward and their gradient. The other ways are direct calls (the family's `vendors`). The gradients of query, key, value, sinks and
-mask of every way are compared with those in float32 before it is timed. Times are of the device, with a cold L2 cache; `host_us` is what
-a step takes until it is issued. `of_direct`: the time of the fastest direct call over the row's; above 1 is faster than that.
+`automatic` and `deterministic` (the same under that policy) are the public functions `attention`
+and `varlen_attention`; `kernel` names their forward and their gradient. The other ways are direct
+calls (the family's `vendors`). The gradients of query, key, value, sinks and mask of every way are
+compared with those in float32 before it is timed. Times are of the device, with a cold L2 cache;
+`host_us` is what a step takes until it is issued. `of_direct`: the time of the fastest direct call
+over the row's; above 1 is faster than that.
 """
 
 from __future__ import annotations
@@ -49,7 +52,12 @@ def shorter(pair: Trained, size: str) -> Trained:
     if size in ("full", "quick"):
         return pair
     shape = altered(toy(pair.shape), window=(min(pair.shape.rules.window[0], 7), -1))
-    return replace(pair, shape=shape, lengths=tuple(min(n, 24) for n in pair.lengths[:3]), chunk=min(pair.chunk, 5))
+    return replace(
+        pair,
+        shape=shape,
+        lengths=tuple(min(n, 24) for n in pair.lengths[:3]),
+        chunk=min(pair.chunk, 5),
+    )
 
 
 def forward_of(pair: Trained, pool: Pool) -> Call:
@@ -57,7 +65,9 @@ def forward_of(pair: Trained, pool: Pool) -> Call:
     call = build(pair.shape, pair.lengths, pair.lengths, pool)
     more: Row = {"attention_chunk": pair.chunk} if pair.chunk else {}
     if pair.bias:
-        more["mask"] = pool.take(1, pair.shape.q_heads, pair.lengths[0], pair.lengths[0], dtype=pair.shape.dtype)
+        more["mask"] = pool.take(
+            1, pair.shape.q_heads, pair.lengths[0], pair.lengths[0], dtype=pair.shape.dtype
+        )
     return call.with_(**more)
 
 
@@ -72,13 +82,19 @@ def pair_rows(setup: Setup, pool: Pool, op: str, pair: Trained) -> Rows:
         return None if attend is None else step(attend, call, grad)
 
     left = ("flex",) if setup.size == "toy" else ()  # at toy size, compilers are not measured
-    others = {name: partial(peer, make) for name, make in OPS[op].of_family("vendors", "VENDORS").items() if name not in left}
+    others = {
+        name: partial(peer, make)
+        for name, make in OPS[op].of_family("vendors", "VENDORS").items()
+        if name not in left
+    }
 
     def host(us: float, way: Way) -> Row:
         return {"host_us": steps_us({"": way.timed}, 5, inner=1, wait=False)[""]["median_us"]}
 
     clock = partial(kernels_us, setup.device, rounds=3, launched=True)
-    rows = time_if_right(pair.name, ways | others, exact(call, grad), MOST_ERROR, clock, relative, host, own=OURS)
+    rows = time_if_right(
+        pair.name, ways | others, exact(call, grad), MOST_ERROR, clock, relative, host, own=OURS
+    )
     return with_ratios(with_direct(rows, lambda way: others if way in OURS else ()), "flex")
 
 
@@ -103,7 +119,9 @@ def step(attend: Attend, call: Call, grad: Tensor, more: Row | None = None) -> W
 
     @torch.enable_grad()
     def run() -> tuple[Tensor, ...]:
-        given = {n: call.arguments[n].detach().requires_grad_() for n in TRAINED if n in call.arguments}
+        given = {
+            n: call.arguments[n].detach().requires_grad_() for n in TRAINED if n in call.arguments
+        }
         return torch.autograd.grad(attend(given), list(given.values()), grad)
 
     return Way(Timed(run), more=more or {})
@@ -111,22 +129,34 @@ def step(attend: Attend, call: Call, grad: Tensor, more: Row | None = None) -> W
 
 @torch.enable_grad()
 def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of a causal call in float32 (in float64 of a float32 call), with the logits of at most ROWS queries in memory."""
+    """The gradients of a causal call in float32 (in float64 of a float32 call), with the logits of
+    at most ROWS queries in memory."""
     a = call.arguments
     wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
-    given: Row = {n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True) for n in TRAINED if n in a}
+    given: Row = {
+        n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True)
+        for n in TRAINED
+        if n in a
+    }
     for x in given.values():
         x.requires_grad_()  # and x.grad sums what each part adds
     c, [query] = call.record, call.spec.roles["queries"]
-    ends = c.cu_seqlens_q.tolist() if packed(c) else range(0, len(given[query]) + 1, c.query.shape[1])
+    ends = (
+        c.cu_seqlens_q.tolist() if packed(c) else range(0, len(given[query]) + 1, c.query.shape[1])
+    )
     flat, left, rules = grad.flatten(0, -3), c.window_left, {n: a[n] for n in RULES if n in a}
     for start, end in pairwise(ends):
         for first in range(start, end, ROWS):
             last = min(first + ROWS, end)
             low = max(start, first - left) if left >= 0 else start
-            part = {n: x if n in SHARED else x[None, first:last] if n == query else x[None, low:last] for n, x in given.items()}
+            part = {
+                n: x if n in SHARED else x[None, first:last] if n == query else x[None, low:last]
+                for n, x in given.items()
+            }
             if "mask" in part:
-                part["mask"] = part["mask"][..., first - start : last - start, low - start : last - start]
+                part["mask"] = part["mask"][
+                    ..., first - start : last - start, low - start : last - start
+                ]
             output, _ = reference.attention(Attention(**part, **rules))
             output[0].backward(flat[first:last].to(wide))
     return tuple(x.grad.view(a[n].shape) for n, x in given.items())

@@ -1,11 +1,15 @@
-"""Suite `training_steps`: forward and backward of whole Hugging Face models over packed documents, checkpointed by the layer.
+"""Suite `training_steps`: forward and backward of whole Hugging Face models over packed documents,
+checkpointed by the layer.
 
-`hf_sdpa`, `hf_eager`, `hf_flex`, `hf_fa4`: transformers' own attention. `attnops`: `attnops.patch(model)`, no more. The documents follow
-one another in one row, as DataCollatorWithFlattening lays them out: position_ids start again at each, and there is no mask. At a point such
-as 8x4k the row has 8 * 4096 tokens. Loss and norm of the gradient of every way are compared with those of transformers, by the first of
-PEERS that runs: gpt-oss has no SDPA there, and eager attention holds all pairs. `peak_gib`: the most memory that tensors took in a step,
-weights included. Others run only if `--ways` names them. `hf_compiled` and `attnops_compiled` run `torch.compile(model)` of `hf_flex` and
-`attnops`; `hf_liger` and `attnops_liger` run the two with Liger's norms, MLPs and fused loss.
+`hf_sdpa`, `hf_eager`, `hf_flex`, `hf_fa4`: transformers' own attention. `attnops`:
+`attnops.patch(model)`, no more. The documents follow one another in one row, as
+DataCollatorWithFlattening lays them out: position_ids start again at each, and there is no mask. At
+a point such as 8x4k the row has 8 * 4096 tokens. Loss and norm of the gradient of every way are
+compared with those of transformers, by the first of PEERS that runs: gpt-oss has no SDPA there, and
+eager attention holds all pairs. `peak_gib`: the most memory that tensors took in a step, weights
+included. Others run only if `--ways` names them. `hf_compiled` and `attnops_compiled` run
+`torch.compile(model)` of `hf_flex` and `attnops`; `hf_liger` and `attnops_liger` run the two with
+Liger's norms, MLPs and fused loss.
 """
 
 from __future__ import annotations
@@ -41,11 +45,17 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     model = kept(name).requires_grad_(True)
     batch, count = packed(setup, model, point)
     chosen = ways.chosen(setup, "training_steps", *PEERS)
-    made: dict[str, Make] = {way: partial(step, setup, model, how, batch) for way, how in chosen.items()}
+    made: dict[str, Make] = {
+        way: partial(step, setup, model, how, batch) for way, how in chosen.items()
+    }
     want = stock(made)
 
     def more(us: float, way: Way) -> Row:
-        return {"tokens_s": round(point.batch * point.context / us * 1e6, 1), "layers": model.config.num_hidden_layers, "documents": count}
+        return {
+            "tokens_s": round(point.batch * point.context / us * 1e6, 1),
+            "layers": model.config.num_hidden_layers,
+            "documents": count,
+        }
 
     clock = partial(steps_us, rounds=5, cap_s=20.0, inner=1)
     rows = time_if_right(f"{name} {point}", made, want, SPREAD, clock, more=more, own=("attnops",))
@@ -70,11 +80,16 @@ def packed(setup: Setup, model: Any, point: Point) -> tuple[dict[str, Tensor], i
     ids = models.tokens(setup, model, 1, tokens)
     positions = torch.cat([torch.arange(n) for n in lengths])[None].to(setup.device)
     # The first token of a document would be predicted from another one.
-    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}, len(lengths)
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "labels": ids.masked_fill(positions == 0, -100),
+    }, len(lengths)
 
 
 def step(setup: Setup, model: Any, how: How, batch: dict[str, Tensor]) -> Way | None:
-    """A training step without its optimizer. Its result: the loss and the logarithm of the gradient's norm. None where there is no SDPA."""
+    """A training step without its optimizer. Its result: the loss and the logarithm of the
+    gradient's norm. None where there is no SDPA."""
     if how.attention == "sdpa" and not model._supports_sdpa:
         return None
     one = models.twin(model).train()
@@ -102,7 +117,9 @@ def step(setup: Setup, model: Any, how: How, batch: dict[str, Tensor]) -> Way | 
         if setup.on_gpu:
             torch.cuda.reset_peak_memory_stats(setup.device)
         loss = run()
-        norm = torch.stack([p.grad.float().norm() for p in one.parameters() if p.grad is not None]).norm()
+        norm = torch.stack(
+            [p.grad.float().norm() for p in one.parameters() if p.grad is not None]
+        ).norm()
         if setup.on_gpu:
             found["peak_gib"] = round(torch.cuda.max_memory_allocated(setup.device) / 2**30, 2)
         return torch.stack([loss.float(), norm.log()]).cpu()

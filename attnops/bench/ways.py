@@ -19,9 +19,11 @@ from attnops.ops.linear.record import LINEAR
 class How:
     """How a way runs a model.
 
-    patch: options of `attnops.patch`; None: not patched. packed: with packed experts. compiled: options of
-    torch.compile; None is eager. policy: of `attnops.use`. given: to `generate()`. attention: that of transformers.
-    liger: with Liger's modules. device: where it runs, "" everywhere. asked: only if `--ways` names it.
+    patch: options of `attnops.patch`; None: not patched. packed: with packed experts. compiled:
+    options of torch.compile; None is eager. policy: of `attnops.use`. given: to `generate()`.
+    attention: that of transformers.
+    liger: with Liger's modules. device: where it runs, "" everywhere. asked: only if `--ways` names
+    it.
     """
 
     patch: Row | None = None
@@ -36,50 +38,84 @@ class How:
 
 
 HF, PAGED, GRAPHS = {"cache": "hf"}, {"cache": "paged"}, {"mode": "reduce-overhead"}
-TUNED: Row = {"options": {"triton.cudagraphs": True, "coordinate_descent_tuning": True}}  # the second one is that of Decode(inner="tuned")
+TUNED: Row = {
+    "options": {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+}  # the second one is that of Decode(inner="tuned")
 STOCK: Row = {"kernel": {LINEAR.name: "aten"}}
 APART: Row = {"deny": ("decode_attention:triton",)}
 PIECES = How({**PAGED, "decode": Decode("piecewise")}, device="cuda")
 STEPS = {
-    "hf_eager": How(), "hf_compiled": How(compiled=GRAPHS), "attnops_eager": How(HF), "attnops_hf": How(HF, GRAPHS),
-    "attnops_paged": How(PAGED, GRAPHS), "attnops_piecewise": PIECES,
-    "attnops_tuned": How({**PAGED, "decode": Decode("piecewise", inner="tuned")}, device="cuda", asked=True),
-    "attnops_apart": replace(PIECES, policy=STOCK | APART), "attnops_linears": replace(PIECES, policy=APART, asked=True),
-    "attnops_one_launch": replace(PIECES, policy=STOCK, asked=True), "attnops_mxfp4": replace(PIECES, packed=True),
+    "hf_eager": How(),
+    "hf_compiled": How(compiled=GRAPHS),
+    "attnops_eager": How(HF),
+    "attnops_hf": How(HF, GRAPHS),
+    "attnops_paged": How(PAGED, GRAPHS),
+    "attnops_piecewise": PIECES,
+    "attnops_tuned": How(
+        {**PAGED, "decode": Decode("piecewise", inner="tuned")}, device="cuda", asked=True
+    ),
+    "attnops_apart": replace(PIECES, policy=STOCK | APART),
+    "attnops_linears": replace(PIECES, policy=APART, asked=True),
+    "attnops_one_launch": replace(PIECES, policy=STOCK, asked=True),
+    "attnops_mxfp4": replace(PIECES, packed=True),
     "attnops_breakable": How({**PAGED, "decode": Decode("breakable")}, device="cuda"),
     "hf_tuned": How(compiled=TUNED, device="cuda", asked=True),
-}  # fmt: skip
+}
 CALLS = {
-    "hf": How(), "hf_static": How(given={"cache_implementation": "static"}), "attnops": How({}),
-    "attnops_hf": How({**HF, "decode": "hf"}), "attnops_paged": How({**PAGED, "decode": "hf"}, device="cpu"),
-    **{f"attnops_{mode}": How({**PAGED, "decode": mode}, device="cuda") for mode in ("piecewise", "breakable")},
+    "hf": How(),
+    "hf_static": How(given={"cache_implementation": "static"}),
+    "attnops": How({}),
+    "attnops_hf": How({**HF, "decode": "hf"}),
+    "attnops_paged": How({**PAGED, "decode": "hf"}, device="cpu"),
+    **{
+        f"attnops_{mode}": How({**PAGED, "decode": mode}, device="cuda")
+        for mode in ("piecewise", "breakable")
+    },
     "hf_again": How(asked=True),
-}  # fmt: skip
+}
 FLEX = How(attention="flex_attention", device="cuda")
 WAYS: dict[str, dict[str, How]] = {
     "decode": STEPS,
     "prefill": {
-        "hf_eager": How(), "hf_compiled": How(compiled={}), "attnops_eager": How(HF), "attnops_compiled": How(HF, {}),
-        "attnops_paged": How({**PAGED, "decode": Decode("breakable", compile_after=0)}, device="cuda"),
-        "attnops_prompt": How({**PAGED, "decode": Decode("piecewise", compile_after=0)}, device="cuda"),
+        "hf_eager": How(),
+        "hf_compiled": How(compiled={}),
+        "attnops_eager": How(HF),
+        "attnops_compiled": How(HF, {}),
+        "attnops_paged": How(
+            {**PAGED, "decode": Decode("breakable", compile_after=0)}, device="cuda"
+        ),
+        "attnops_prompt": How(
+            {**PAGED, "decode": Decode("piecewise", compile_after=0)}, device="cuda"
+        ),
     },
-    # On a GPU Inductor's CUDA graphs over transformers' static cache and over pages, and those of `decode=`.
+    # On a GPU Inductor's CUDA graphs over transformers' static cache and over pages, and those of
+    # `decode=`.
     "compile": {
-        "hf_compiled": STEPS["hf_compiled"], "attnops_hf": replace(STEPS["attnops_hf"], device="cpu"),
-        "attnops_paged": STEPS["attnops_paged"], "attnops_piecewise": PIECES,
+        "hf_compiled": STEPS["hf_compiled"],
+        "attnops_hf": replace(STEPS["attnops_hf"], device="cpu"),
+        "attnops_paged": STEPS["attnops_paged"],
+        "attnops_piecewise": PIECES,
     },
     "generate": CALLS,
     "cliffs": {
         "attnops": replace(CALLS["attnops"], device="cuda"),
-        **{name: CALLS[name] for name in ("attnops_piecewise", "attnops_breakable", "attnops_paged")},
+        **{
+            name: CALLS[name]
+            for name in ("attnops_piecewise", "attnops_breakable", "attnops_paged")
+        },
     },
     "training_steps": {
-        "hf_sdpa": How(attention="sdpa"), "attnops": How({}), "hf_flex": FLEX, "hf_fa4": replace(FLEX, attention="flash_attention_4"),
-        "hf_eager": How(attention="eager"), "hf_liger": replace(FLEX, liger=True, asked=True),
-        "attnops_liger": How({}, liger=True, device="cuda", asked=True), "hf_compiled": replace(FLEX, compiled={}, asked=True),
+        "hf_sdpa": How(attention="sdpa"),
+        "attnops": How({}),
+        "hf_flex": FLEX,
+        "hf_fa4": replace(FLEX, attention="flash_attention_4"),
+        "hf_eager": How(attention="eager"),
+        "hf_liger": replace(FLEX, liger=True, asked=True),
+        "attnops_liger": How({}, liger=True, device="cuda", asked=True),
+        "hf_compiled": replace(FLEX, compiled={}, asked=True),
         "attnops_compiled": How({}, {}, asked=True),
     },
-}  # fmt: skip
+}
 
 Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
 """By size of the run: the models of a suite, and the points of each."""
@@ -89,11 +125,15 @@ ONE, EIGHT, MANY, LONG = Point(1, 1024), Point(8, 1024), Point(32, 2048), Point(
 PROMPTS = {LLAMA: (Point(1, 512), Point(1, 4096), EIGHT)}
 TRAINED = {"llama-3.2-1b-shape": (LONG,), "gpt-oss-20b-shape": (Point(2, 4096), LONG)}
 WHOLE: Places = {
-    "toy": {"llama": TOY}, "small": {"llama-small": (Point(1, 128),)}, "quick": {LLAMA: (ONE, EIGHT)}, "full": {LLAMA: (ONE, EIGHT)},
-}  # fmt: skip
+    "toy": {"llama": TOY},
+    "small": {"llama-small": (Point(1, 128),)},
+    "quick": {LLAMA: (ONE, EIGHT)},
+    "full": {LLAMA: (ONE, EIGHT)},
+}
 PLACES: dict[str, Places] = {
     "decode": {
-        "toy": {"llama": TOY}, "small": dict.fromkeys(("llama", "llama-small"), (Point(1, 128), Point(4, 128))),
+        "toy": {"llama": TOY},
+        "small": dict.fromkeys(("llama", "llama-small"), (Point(1, 128), Point(4, 128))),
         "quick": {LLAMA: (ONE, EIGHT)},
         "full": {
             **dict.fromkeys((LLAMA, "qwen3-4b-shape"), (ONE, EIGHT, MANY)),
@@ -101,15 +141,22 @@ PLACES: dict[str, Places] = {
         },
     },
     "prefill": {
-        "toy": {"llama": TOY}, "small": dict.fromkeys(("llama", "llama-small"), (Point(1, 128), Point(4, 256))), "quick": PROMPTS,
+        "toy": {"llama": TOY},
+        "small": dict.fromkeys(("llama", "llama-small"), (Point(1, 128), Point(4, 256))),
+        "quick": PROMPTS,
         "full": PROMPTS,
     },
     "generate": WHOLE,
-    "cliffs": {size: {name: points[:1] for name, points in some.items()} for size, some in WHOLE.items()},
-    "training_steps": {
-        "toy": {"llama": TOY, "gpt_oss": TOY}, "small": {"llama-small": (Point(2, 128),)}, "quick": TRAINED, "full": TRAINED,
+    "cliffs": {
+        size: {name: points[:1] for name, points in some.items()} for size, some in WHOLE.items()
     },
-}  # fmt: skip
+    "training_steps": {
+        "toy": {"llama": TOY, "gpt_oss": TOY},
+        "small": {"llama-small": (Point(2, 128),)},
+        "quick": TRAINED,
+        "full": TRAINED,
+    },
+}
 
 
 def here(setup: Setup, suite: str) -> dict[str, How]:
@@ -118,9 +165,14 @@ def here(setup: Setup, suite: str) -> dict[str, How]:
 
 
 def chosen(setup: Setup, suite: str, *always: str) -> dict[str, How]:
-    """Those of them that run: the ones of `--ways` and `always`, or all that need not be asked for."""
+    """Those of them that run: the ones of `--ways` and `always`, or all that need not be asked
+    for."""
     asked = {*always, *setup.ways}
-    return {name: how for name, how in here(setup, suite).items() if (name in asked if setup.ways else not how.asked)}
+    return {
+        name: how
+        for name, how in here(setup, suite).items()
+        if (name in asked if setup.ways else not how.asked)
+    }
 
 
 def check(setup: Setup, suite: str, everywhere: bool = False) -> None:

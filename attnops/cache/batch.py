@@ -1,4 +1,5 @@
-"""`PagedBatch`: the tensors of one step of several requests, and the descriptions of its cached tokens."""
+"""`PagedBatch`: the tensors of one step of several requests, and the descriptions of its cached
+tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from torch.utils._pytree import register_dataclass
 
 @dataclass(frozen=True)
 class PrefixChunk:
-    """Cached tokens of the requests, packed one request after the other, for layers that expand latents before they attend (MLA).
+    """Cached tokens of the requests, packed one request after the other, for layers that expand
+    latents before they attend (MLA).
 
     slots: int64 `[N]`, `page_id * page_size + offset` of each token.
-    cu_seqlens_k: int32 `[B + 1]`; request b has tokens `cu[b]:cu[b + 1]` of the chunk, and may have no token in it.
+    cu_seqlens_k: int32 `[B + 1]`; request b has tokens `cu[b]:cu[b + 1]` of the chunk, and may have
+    no token in it.
     max_seqlen_k: the most tokens of one request in it.
     """
 
@@ -24,7 +27,8 @@ class PrefixChunk:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """The two parts of a cascade: whole pages that all requests of a batch begin with, and the rest of each request.
+    """The two parts of a cascade: whole pages that all requests of a batch begin with, and the rest
+    of each request.
 
     page_table: int32 `[1, M]`, the shared pages.
     seq_lens: int32 `[1]`, their tokens.
@@ -42,26 +46,37 @@ class SharedPrefix:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """The tensors that the attention layers of a model share during one step. An ordinary argument of compiled and exported functions.
+    """The tensors that the attention layers of a model share during one step. An ordinary argument
+    of compiled and exported functions.
 
-    B requests bring T new tokens, packed one request after the other. M is the width of the cache's page table.
+    B requests bring T new tokens, packed one request after the other. M is the width of the cache's
+    page table.
 
-    page_table: int32 `[B, M]`, ids of each request's pages in the order of its tokens; entries past its end are 0, the null page.
+    page_table: int32 `[B, M]`, ids of each request's pages in the order of its tokens; entries past
+    its end are 0, the null page.
     seq_lens: int32 `[B]`, tokens of each request, the new ones included.
     cu_seqlens_q: int32 `[B + 1]`; request b brings tokens `cu[b]:cu[b + 1]`.
-    slots: int64 `[T]`, `page_id * page_size + offset` for each new token's key and value; -1 is not stored.
+    slots: int64 `[T]`, `page_id * page_size + offset` for each new token's key and value; -1 is not
+    stored.
     positions: int64 `[T]`, the position of each new token in its request, from 0.
-    max_seqlen_q: the most new tokens of one request; 1 means decode. Compiled graphs may specialise on it and on `padded`.
-    padded: may there be tokens without a request? False, as in the batches of a cache, means that the output need not be cleared first.
+    max_seqlen_q: the most new tokens of one request; 1 means decode. Compiled graphs may specialise
+    on it and on `padded`.
+    padded: may there be tokens without a request? False, as in the batches of a cache, means that
+    the output need not be cleared first.
         Code that appends tokens to a batch must set it to True.
-    holes: may page_table have entries that are no page? False, as in the batches of a cache, spares the check.
-    plan: the plan of a `LatentCache` or a `Planner` for kernels that read one: int32 beside the tables, or int64 on the host together with
-        `workspace`; give both to the op. It holds for these lengths and tables: code that replaces them, as a captured step does,
-        replaces the plan too, or sets it to None.
+    holes: may page_table have entries that are no page? False, as in the batches of a cache, spares
+    the check.
+    plan: the plan of a `LatentCache` or a `Planner` for kernels that read one: int32 beside the
+    tables, or int64 on the host together with
+        `workspace`; give both to the op. It holds for these lengths and tables: code that replaces
+        them, as a captured step does, replaces the plan too, or sets it to None.
     workspace: uint8 `[bytes]`, the cache's scratch for kernels that ask for it, or None.
-    prefix: the cached tokens of the requests, in chunks; `()`: no request has any. None: not described, as in a decode step.
-    shared: set when the requests begin with the same pages and the caller asked for `share`. The tables above hold these pages too.
-    others: of a cache with several windows, the batches of its further page tables. Their tables begin at the first visible page, and
+    prefix: the cached tokens of the requests, in chunks; `()`: no request has any. None: not
+    described, as in a decode step.
+    shared: set when the requests begin with the same pages and the caller asked for `share`. The
+    tables above hold these pages too.
+    others: of a cache with several windows, the batches of its further page tables. Their tables
+    begin at the first visible page, and
         their lengths count from there.
     """
 

@@ -1,7 +1,8 @@
-"""`Ledger`: the owners of pages. Plain Python on the host: it prepares a change, and commits it once the tensors have followed.
+"""`Ledger`: the owners of pages. Plain Python on the host: it prepares a change, and commits it
+once the tensors have followed.
 
-Only preparing raises the cache's typed errors. Pages are shared by reference count. Page 0 of each pool is the null page:
-it fills the unused entries of a page table and has no owner.
+Only preparing raises the cache's typed errors. Pages are shared by reference count. Page 0 of each
+pool is the null page: it fills the unused entries of a page table and has no owner.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from attnops.core.record import need
 _IDS = itertools.count(1)
 
 Cell = tuple[int, int, int, int]
-"""(pool, column, page, source): a new entry of a page table. Page 0 releases the column. source: the page to copy from, or 0."""
+"""(pool, column, page, source): a new entry of a page table. Page 0 releases the column. source:
+the page to copy from, or 0."""
 
 
 class Layer(NamedTuple):
@@ -57,7 +59,8 @@ class Room:
     limited_by: str
 
     def columns(self, window: int) -> int:
-        """Pages for a window and the new tokens of a step, wherever in a page the window begins; at most `max_pages`."""
+        """Pages for a window and the new tokens of a step, wherever in a page the window begins; at
+        most `max_pages`."""
         ring = -(-(window - 1 + self.max_new_tokens + self.page_size - 1) // self.page_size)
         return min(ring, self.max_pages) if window else self.max_pages
 
@@ -67,7 +70,8 @@ class Pool:
     """The pages that layers with one window share, and who refers to them.
 
     num_pages: the null page included.
-    columns: of the page table. Page i of a request is in column `i % columns`, so that a window's pages are reused in turn.
+    columns: of the page table. Page i of a request is in column `i % columns`, so that a window's
+    pages are reused in turn.
     window: tokens a query sees, its own included; 0: all of them.
     """
 
@@ -82,7 +86,8 @@ class Pool:
 
 @dataclass
 class Request:
-    """A live request. row: of the tables. length: in tokens. high: the largest length since it was empty. pages: by pool and column."""
+    """A live request. row: of the tables. length: in tokens. high: the largest length since it was
+    empty. pages: by pool and column."""
 
     row: int
     length: int
@@ -91,7 +96,8 @@ class Request:
 
 
 class Step(NamedTuple):
-    """One request's part of a change: the cells that change, and its length and `high` afterwards. entry: the request before it."""
+    """One request's part of a change: the cells that change, and its length and `high` afterwards.
+    entry: the request before it."""
 
     request: int
     entry: Request
@@ -114,18 +120,28 @@ class Ledger:
     def __init__(self, room: Room) -> None:
         self.room, self.page_size = room, room.page_size
         # A window as long as the text saves no page.
-        windows = [layer.window if room.columns(layer.window) < room.max_pages else 0 for layer in room.layers]
+        windows = [
+            layer.window if room.columns(layer.window) < room.max_pages else 0
+            for layer in room.layers
+        ]
         kinds = {window: room.columns(window) for window in windows}
         self.table_of = tuple(map(list(kinds).index, windows))
         most = room.num_pages
-        self.pools = tuple(Pool(min(most, 1 + room.max_requests * n) if window else most, n, window) for window, n in kinds.items())
+        self.pools = tuple(
+            Pool(min(most, 1 + room.max_requests * n) if window else most, n, window)
+            for window, n in kinds.items()
+        )
         self.free_rows = list(range(room.max_requests - 1, -1, -1))
         self.requests: dict[int, Request] = {}
 
     def get(self, request: object) -> Request:
         """The live request of this id. Raises UnknownRequest."""
         number = python_number(request)
-        found = self.requests.get(number) if isinstance(number, int) and not isinstance(number, bool) else None
+        found = (
+            self.requests.get(number)
+            if isinstance(number, int) and not isinstance(number, bool)
+            else None
+        )
         if found is None:
             fail(UnknownRequest, request, len(self.requests))
         return found
@@ -135,11 +151,13 @@ class Ledger:
         return self._grow([(next(_IDS), self._empty(), tokens)])
 
     def append(self, more: Sequence[tuple[int, int]]) -> Change:
-        """(request, tokens to add) for distinct requests, all or none. Raises UnknownRequest, RequestTooLong, OutOfPages."""
+        """(request, tokens to add) for distinct requests, all or none. Raises UnknownRequest,
+        RequestTooLong, OutOfPages."""
         return self._grow([(request, self.get(request), tokens) for request, tokens in more])
 
     def fits(self, more: Sequence[tuple[int, int]], new: Sequence[int]) -> bool:
-        """Is there room for (request, tokens to add) of distinct requests beside new requests of so many tokens? Raises UnknownRequest."""
+        """Is there room for (request, tokens to add) of distinct requests beside new requests of so
+        many tokens? Raises UnknownRequest."""
         live = [(request, self.get(request), tokens) for request, tokens in more]
         fresh = [(0, Request(0, 0, 0, tuple([] for _ in self.pools)), tokens) for tokens in new]
         try:
@@ -151,13 +169,22 @@ class Ledger:
     def fork(self, request: int) -> Change:
         """A new request on the same pages. Raises UnknownRequest, TooManyRequests."""
         parent = self.get(request)
-        cells = [(i, column, page, 0) for i, pages in enumerate(parent.pages) for column, page in enumerate(pages)]
+        cells = [
+            (i, column, page, 0)
+            for i, pages in enumerate(parent.pages)
+            for column, page in enumerate(pages)
+        ]
         return [Step(next(_IDS), self._empty(), parent.length, parent.high, cells)]
 
     def truncate(self, request: int, length: int) -> Change:
         """Forget the tokens from `length` on. Raises UnknownRequest, InvalidInput."""
         entry = self.get(request)
-        need(length <= entry.length, "length", length, f"<= {entry.length} tokens, the request's length")
+        need(
+            length <= entry.length,
+            "length",
+            length,
+            f"<= {entry.length} tokens, the request's length",
+        )
         for pool in self.pools:
             check_kept("length", length, entry.high, pool.window, pool.columns * self.page_size)
         return self._release(request, entry, length)
@@ -190,9 +217,11 @@ class Ledger:
                 self.free_rows.append(entry.row)
 
     def edits(self, change: Change, undo: bool = False) -> list[list[tuple[int, ...]]]:
-        """The entries that `change` writes into the tables or, with `undo`, overwrites. Call it before the commit.
+        """The entries that `change` writes into the tables or, with `undo`, overwrites. Call it
+        before the commit.
 
-        Lists of (row, column, page) for each pool, of (source, page) to copy for each pool, and of (row, length).
+        Lists of (row, column, page) for each pool, of (source, page) to copy for each pool, and of
+        (row, length).
         """
         tables: list[list[tuple[int, ...]]] = [[] for _ in self.pools]
         copies: list[list[tuple[int, ...]]] = [[] for _ in self.pools]
@@ -202,20 +231,34 @@ class Ledger:
                 tables[i].append((entry.row, column, old if undo else page))
                 if source and not undo:
                     copies[i].append((source, page))
-        return [*tables, *copies, [(step.entry.row, step.entry.length if undo else step.length) for step in change]]
+        return [
+            *tables,
+            *copies,
+            [(step.entry.row, step.entry.length if undo else step.length) for step in change],
+        ]
 
     def slots(self, request: int, start: int, stop: int, pool: int = 0) -> list[int]:
-        """`page_id * page_size + offset` of the tokens `start` to `stop`; -1 for a token whose page holds a later one."""
+        """`page_id * page_size + offset` of the tokens `start` to `stop`; -1 for a token whose page
+        holds a later one."""
         entry, size, columns = self.get(request), self.page_size, self.pools[pool].columns
         pages, kept = entry.pages[pool], entry.high - columns * size
-        return [-1 if t < kept else pages[t // size % columns] * size + t % size for t in range(start, stop)]
+        return [
+            -1 if t < kept else pages[t // size % columns] * size + t % size
+            for t in range(start, stop)
+        ]
 
     def _grow(self, more: list[tuple[int, Request, int]]) -> Change:
         """(id, request, tokens to add) of distinct requests."""
         lengths = [entry.length + tokens for _, entry, tokens in more]
         for (request, _, _), length in zip(more, lengths, strict=True):
             if length > self.room.limit:
-                fail(RequestTooLong, request if request in self.requests else "(new)", length, self.room.limit, self.room.limited_by)
+                fail(
+                    RequestTooLong,
+                    request if request in self.requests else "(new)",
+                    length,
+                    self.room.limit,
+                    self.room.limited_by,
+                )
         cells: list[list[Cell]] = [[] for _ in more]
         for i, pool in enumerate(self.pools):
             wanted = [*self._wanted(i, [entry for _, entry, _ in more], lengths)]
@@ -224,10 +267,16 @@ class Ledger:
             for (at, column, source), page in zip(wanted, reversed(pool.free), strict=False):
                 cells[at].append((i, column, page, source))
         parts = zip(more, lengths, cells, strict=True)
-        return [Step(key, entry, length, max(entry.high, length), own) for (key, entry, _), length, own in parts]
+        return [
+            Step(key, entry, length, max(entry.high, length), own)
+            for (key, entry, _), length, own in parts
+        ]
 
-    def _wanted(self, i: int, entries: Sequence[Request], lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(place among the requests, column, the page to copy from, or 0) of each new page of pool i that the requests need to grow."""
+    def _wanted(
+        self, i: int, entries: Sequence[Request], lengths: Sequence[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """(place among the requests, column, the page to copy from, or 0) of each new page of pool
+        i that the requests need to grow."""
         pool, size, released = self.pools[i], self.page_size, Counter[int]()
         for at, (entry, length) in enumerate(zip(entries, lengths, strict=True)):
             pages, begin, end = entry.pages[i], entry.length // size, -(-length // size)
@@ -238,13 +287,20 @@ class Ledger:
                 if old and pool.refs[old] - released[old] == 1:
                     continue
                 released[old] += 1
-                # A page keeps what the new tokens leave of it: those before them, or, where a window comes round to it, those behind.
-                partly = (index == begin and entry.length % size) or (index == end - 1 and length % size)
+                # A page keeps what the new tokens leave of it: those before them, or, where a
+                # window comes round to it, those behind.
+                partly = (index == begin and entry.length % size) or (
+                    index == end - 1 and length % size
+                )
                 yield at, column, old if partly else 0
 
     def _release(self, request: int, entry: Request, length: int, gone: bool = False) -> Change:
         keep = -(-length // self.page_size)
-        cells = [(i, c, 0, 0) for i, pages in enumerate(entry.pages) for c in range(len(pages) - 1, keep - 1, -1)]
+        cells = [
+            (i, c, 0, 0)
+            for i, pages in enumerate(entry.pages)
+            for c in range(len(pages) - 1, keep - 1, -1)
+        ]
         return [Step(request, entry, length, entry.high if length else 0, cells, gone)]
 
     def _empty(self) -> Request:
@@ -254,11 +310,16 @@ class Ledger:
 
 
 def check_kept(field: str, length: int, high: int, window: int, room: int) -> None:
-    """Raise InvalidInput when a query at position `length` sees tokens of its window that later ones have overwritten.
+    """Raise InvalidInput when a query at position `length` sees tokens of its window that later
+    ones have overwritten.
 
-    field: the argument that asks, for the message. high: the most tokens there have been. room: tokens the pages hold.
+    field: the argument that asks, for the message. high: the most tokens there have been. room:
+    tokens the pages hold.
     """
     # Until there were more tokens than the pages hold, none has been overwritten.
     least = high - room + window - 1 if high > room else 0
-    want = f"0, or at least {least} of {high}: a window of {window} needs tokens whose pages were used again"
+    want = (
+        f"0, or at least {least} of {high}: a window of {window} needs tokens whose pages "
+        "were used again"
+    )
     need(not window or not 0 < length < least, field, length, want)

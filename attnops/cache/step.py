@@ -1,4 +1,5 @@
-"""Descriptions of a step: where its tokens go, which pages they see, and which cached tokens precede them. Tensor code without waits."""
+"""Descriptions of a step: where its tokens go, which pages they see, and which cached tokens
+precede them. Tensor code without waits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from attnops.ops import cu_seqlens, slot_mapping, token_rows
 class Tokens(NamedTuple):
     """The T new tokens of B requests, packed one request after the other.
 
-    positions: int64 `[T]`, that of each token in its request; negative for padding, which is not stored.
+    positions: int64 `[T]`, that of each token in its request; negative for padding, which is not
+    stored.
     rows: int64 `[T]`, the request of each token.
     cu_seqlens_q: int32 `[B + 1]`; request b brings tokens `cu[b]:cu[b + 1]`.
     longest: the most tokens of one request.
@@ -29,17 +31,25 @@ class Tokens(NamedTuple):
 
 
 def describe(
-    tokens: Tokens, table: Tensor, lengths: Tensor, page_size: int, window: int = 0, most: int = 0, workspace: Tensor | None = None
+    tokens: Tokens,
+    table: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    window: int = 0,
+    most: int = 0,
+    workspace: Tensor | None = None,
 ) -> PagedBatch:
     """The step as the layers of one page table see it.
 
-    With a window, page i of a request is in column `i % M`. The batch's own table begins at the first page that is still visible, and its
-    lengths count from there: attention with a window depends on distances only.
+    With a window, page i of a request is in column `i % M`. The batch's own table begins at the
+    first page that is still visible, and its lengths count from there: attention with a window
+    depends on distances only.
 
     table: int32 `[B, M]`, the requests' rows of the page table.
     lengths: int32 `[B]`, tokens of each request, the new ones included.
     window: tokens a query sees, its own included; 0: all of them.
-    most: new tokens of a request for which the table has room beside the window. Of a longer step only the last tokens get a slot.
+    most: new tokens of a request for which the table has room beside the window. Of a longer step
+    only the last tokens get a slot.
     """
     at = tokens.positions
     if window:
@@ -49,22 +59,36 @@ def describe(
         if tokens.longest > most:
             late = tokens.positions >= (lengths - room)[tokens.rows]
             at = torch.where(late, at, -1)
-    slots = slot_mapping(at, tokens.rows, table, page_size=page_size)  # a negative position gives no slot
+    slots = slot_mapping(
+        at, tokens.rows, table, page_size=page_size
+    )  # a negative position gives no slot
     if window:
         before = lengths - tokens.cu_seqlens_q.diff()
         first = (before - (window - 1)).clamp(min=0) // page_size
         visible = (first[:, None] + torch.arange(columns, device=first.device)) % columns
         table, lengths = table.gather(1, visible), lengths - first * page_size
     return PagedBatch(
-        table, lengths, tokens.cu_seqlens_q, slots, tokens.positions, tokens.longest, padded=False, holes=False, workspace=workspace
+        table,
+        lengths,
+        tokens.cu_seqlens_q,
+        slots,
+        tokens.positions,
+        tokens.longest,
+        padded=False,
+        holes=False,
+        workspace=workspace,
     )
 
 
-def prefix_chunks(batch: PagedBatch, before: Sequence[int], most: int, page_size: int) -> tuple[PrefixChunk, ...]:
-    """The `before[b]` cached tokens of each request of `batch`, in the fewest chunks of at most `most` tokens.
+def prefix_chunks(
+    batch: PagedBatch, before: Sequence[int], most: int, page_size: int
+) -> tuple[PrefixChunk, ...]:
+    """The `before[b]` cached tokens of each request of `batch`, in the fewest chunks of at most
+    `most` tokens.
 
-    Chunks hold the requests one after the other, each from its first token on, and have one size but for the last: a long request may
-    take several chunks, and a chunk may hold several short requests.
+    Chunks hold the requests one after the other, each from its first token on, and have one size
+    but for the last: a long request may take several chunks, and a chunk may hold several short
+    requests.
     """
     total = sum(before)
     if not total:
@@ -72,13 +96,23 @@ def prefix_chunks(batch: PagedBatch, before: Sequence[int], most: int, page_size
     size = -(-total // -(-total // most))
     ends = cu_seqlens(batch.seq_lens - batch.cu_seqlens_q.diff())
     owner = token_rows(ends, total)
-    slots = slot_mapping(torch.arange(total, device=ends.device) - ends[owner], owner, batch.page_table, page_size=page_size)
+    slots = slot_mapping(
+        torch.arange(total, device=ends.device) - ends[owner],
+        owner,
+        batch.page_table,
+        page_size=page_size,
+    )
     found = []
     for start in range(0, total, size):
         stop = min(start + size, total)
-        longest = max(min(at + n, stop) - max(at, start) for at, n in zip(accumulate(before, initial=0), before, strict=False))
+        longest = max(
+            min(at + n, stop) - max(at, start)
+            for at, n in zip(accumulate(before, initial=0), before, strict=False)
+        )
         # Each slice is copied to an aligned address: compiled code copies inputs that are not.
-        found.append(PrefixChunk(slots[start:stop].clone(), (ends - start).clamp(0, stop - start), longest))
+        found.append(
+            PrefixChunk(slots[start:stop].clone(), (ends - start).clamp(0, stop - start), longest)
+        )
     return tuple(found)
 
 
@@ -93,7 +127,8 @@ def common_pages(pages: Sequence[list[int]]) -> int:
 
 
 def shared_prefix(batch: PagedBatch, pages: int, page_size: int) -> SharedPrefix:
-    """The two parts of `batch`: its first `pages` pages, which are whole and the same in all requests, and the rest."""
+    """The two parts of `batch`: its first `pages` pages, which are whole and the same in all
+    requests, and the rest."""
     table, lengths = batch.page_table, batch.seq_lens
     inside = torch.arange(table.shape[1], device=table.device) < pages
     return SharedPrefix(

@@ -1,4 +1,5 @@
-"""The command `attnops`: `doctor`, `explain`, `tune`, `bench`, `demo`. Needs typer and rich, which the extra `cli` installs."""
+"""The command `attnops`: `doctor`, `explain`, `tune`, `bench`, `demo`. Needs typer and rich, which
+the extra `cli` installs."""
 
 from __future__ import annotations
 
@@ -12,9 +13,14 @@ from attnops.core.needs import require
 
 
 def main() -> None:
-    """The entry point. Exit codes: 0 done, 1 a check failed, 2 a wrong argument or a missing package."""
+    """The entry point. Exit codes: 0 done, 1 a check failed, 2 a wrong argument or a missing
+    package."""
     # All that the command needs at once, and not one package after the other.
-    models = find_spec("transformers") is None and sys.argv[1:2] in (["explain"], ["bench"], ["demo"])
+    models = find_spec("transformers") is None and sys.argv[1:2] in (
+        ["explain"],
+        ["bench"],
+        ["demo"],
+    )
     try:
         require(("typer", "rich"), "hf,cli" if models else "cli")
     except MissingExtra as error:

@@ -1,4 +1,5 @@
-"""`attnops demo`: two small Hugging Face models with random weights generate, as transformers runs them and patched, and are compared."""
+"""`attnops demo`: two small Hugging Face models with random weights generate, as transformers runs
+them and patched, and are compared."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ MODELS = ("llama-small", "mistral-small")
 GPUS = ("h200", "b200")
 GAIN = """\
 On a CPU both run torch's own kernel, so the times are about equal. The gain is on a GPU: `attnops bench generate` measures it, and
-https://github.com/attnops/attnops/blob/main/docs/performance.md has what was measured."""
+https://github.com/attnops/attnops/blob/main/docs/performance.md has what was measured."""  # noqa: E501
 BATCH, PROMPT, LAYERS, ROUNDS = 2, 40, 2, 5
 LINE_WIDTH = 110
 OURS = r"torch\.ops\.attnops\.\w+\.\w+(?:\.run)?\(.*"
@@ -32,7 +33,8 @@ TORCHS = r"torch\.ops\.aten\._scaled_dot_product\w+\.default\(.*"
 
 
 class Clock(dict[str, float]):
-    """Seconds by step, in order. A line on the console says each step when it begins, and its seconds when it ends."""
+    """Seconds by step, in order. A line on the console says each step when it begins, and its
+    seconds when it ends."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -66,15 +68,20 @@ class _Arrivals(list[float]):
 def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> Data:
     """Run the demo and print it on `console`. tokens: the number that each prompt gets, at least 2.
 
-    Returns plain data: equal (all models), models (name, equal, tokens, ms_a_token, kernels by target, graph lines), seconds
-    by step. Raises MissingExtra: transformers is not installed.
+    Returns plain data: equal (all models), models (name, equal, tokens, ms_a_token, kernels by
+    target, graph lines), seconds by step. Raises MissingExtra: transformers is not installed.
     """
     require(("transformers",), "hf")
     start, clock = time.perf_counter(), Clock(console)
     console.print(
-        "[bold]attnops demo[/]: two small models with random weights generate on the CPU, first as transformers runs them, then after "
+        (
+            "[bold]attnops demo[/]: two small models with random weights generate on the CPU, "
+            "first "
+            "as transformers runs them, then after "
+        )
         + "attnops.patch(model)."
-        + " Both decode steps are compiled, which takes half a minute of one core the first time." * compiled
+        + " Both decode steps are compiled, which takes half a minute of one core the first time."
+        * compiled
     )
     with quiet_transformers():
         with clock.on("import transformers and attnops.hf"):
@@ -82,7 +89,10 @@ def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> Data:
         reports = [_one(name, console, clock, tokens, compiled) for name in MODELS]
     show(reports, console)
     equal, total = all(r["equal"] for r in reports), time.perf_counter() - start
-    console.print(f"\n[bold]{'Tokens equal on both models' if equal else 'TOKENS DIFFER'}[/], {total:.0f} s in all.")
+    console.print(
+        f"\n[bold]{'Tokens equal on both models' if equal else 'TOKENS DIFFER'}[/], {total:.0f} "
+        "s in all."
+    )
     console.print(GAIN, soft_wrap=True)
     return {"equal": equal, "models": reports, "seconds": dict(clock), "total_s": total}
 
@@ -90,12 +100,24 @@ def run(console: Console, *, tokens: int = 24, compiled: bool = True) -> Data:
 def show(reports: list[Data], console: Console) -> None:
     """Print a row for every model."""
     times = ("ms a token: transformers", "patched")
-    table = new_table("model", "equal tokens", *times, "kernel here", *(f"on {gpu}" for gpu in GPUS), numbers=times)
+    table = new_table(
+        "model",
+        "equal tokens",
+        *times,
+        "kernel here",
+        *(f"on {gpu}" for gpu in GPUS),
+        numbers=times,
+    )
     for report in reports:
         same, of = report["equal_tokens"]
         color = "green" if report["equal"] else "red"
         ms = (f"{report['ms_a_token'][way]:.2f}" for way in ("transformers", "patched"))
-        table.add_row(report["name"], f"[{color}]{same} of {of}[/]", *ms, *map(", ".join, report["kernels"].values()))
+        table.add_row(
+            report["name"],
+            f"[{color}]{same} of {of}[/]",
+            *ms,
+            *map(", ".join, report["kernels"].values()),
+        )
     console.print()
     console.print(table)
 
@@ -105,10 +127,15 @@ def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool)
 
     console.print(f"[bold]{name}[/]")
     with clock.on("build it twice, patch one"):
-        models = {way: tiny.model(name, attn_implementation="sdpa", num_hidden_layers=LAYERS) for way in ("transformers", "patched")}
+        models = {
+            way: tiny.model(name, attn_implementation="sdpa", num_hidden_layers=LAYERS)
+            for way in ("transformers", "patched")
+        }
         patch(models["patched"])
         config = models["patched"].config
-        prompt = torch.randint(3, config.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0))
+        prompt = torch.randint(
+            3, config.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0)
+        )
     found: dict[str, torch.Tensor] = {}
     for way, model in models.items():
         _forget_loaded()
@@ -116,7 +143,11 @@ def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool)
             found[way] = _generate(model, prompt, tokens, _Arrivals(), compiled)
     lines = kernel_lines()
     if compiled:
-        calls = (f"{match[0]} x{n}" for line, n in lines.items() if (match := re.search(r"attnops\.\w*attention\.\w+", line)))
+        calls = (
+            f"{match[0]} x{n}"
+            for line, n in lines.items()
+            if (match := re.search(r"attnops\.\w*attention\.\w+", line))
+        )
         console.print(f"  its compiled code calls {', '.join(calls) or 'no kernel of attnops'}")
     steps: dict[str, list[float]] = {way: [] for way in models}
     with clock.on(f"generate {tokens} tokens for {BATCH} prompts {ROUNDS} times with each in turn"):
@@ -130,32 +161,53 @@ def _one(name: str, console: Console, clock: Clock, tokens: int, compiled: bool)
     with clock.on("explain it for other machines"):
         kernels = {target or "here": _chosen(name, target) for target in ("", *GPUS)}
     return {
-        "name": name, "equal": equal, "equal_tokens": [same, BATCH * tokens], "tokens": found["patched"][:, PROMPT:].tolist(),
-        "ms_a_token": {way: median(ms) for way, ms in steps.items()}, "kernels": kernels, "graph": lines,
-    }  # fmt: skip
+        "name": name,
+        "equal": equal,
+        "equal_tokens": [same, BATCH * tokens],
+        "tokens": found["patched"][:, PROMPT:].tolist(),
+        "ms_a_token": {way: median(ms) for way, ms in steps.items()},
+        "kernels": kernels,
+        "graph": lines,
+    }
 
 
 def _chosen(name: str, target: str) -> list[str]:
-    """The kernels of attention in a decode step on this machine ("") or on a GPU, where patched models keep their cache in pages."""
+    """The kernels of attention in a decode step on this machine ("") or on a GPU, where patched
+    models keep their cache in pages."""
     from attnops.hf import tiny
 
     config = tiny.config(name, num_hidden_layers=LAYERS)
     options: Data = {"cache": "paged", "target": target} if target else {}
-    found = explain_config(config, dtype=torch.bfloat16 if target else torch.float32, batch=BATCH, tokens=PROMPT, **options)
+    found = explain_config(
+        config,
+        dtype=torch.bfloat16 if target else torch.float32,
+        batch=BATCH,
+        tokens=PROMPT,
+        **options,
+    )
     ops = (call.rsplit(".", 1) for call in found["decode"].chosen())
     return list(dict.fromkeys(kernel for op, kernel in ops if op.endswith("attention")))
 
 
-def _generate(model: Any, prompt: torch.Tensor, tokens: int, streamer: _Arrivals, compiled: bool) -> torch.Tensor:
+def _generate(
+    model: Any, prompt: torch.Tensor, tokens: int, streamer: _Arrivals, compiled: bool
+) -> torch.Tensor:
     from transformers import CompileConfig
 
-    options: Data = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    options: Data = {
+        "max_new_tokens": tokens,
+        "min_new_tokens": tokens,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     if compiled:
         # generate compiles the decode step if the cache is static; on a CPU only with this option.
         config = CompileConfig(fullgraph=True, mode="default")
         setattr(config, "_compile_all_devices", True)  # noqa: B010, its declared type is None
         options |= {"cache_implementation": "static", "compile_config": config}
-    out: torch.Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options)
+    out: torch.Tensor = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **options
+    )
     return out
 
 
@@ -167,9 +219,11 @@ def _forget_loaded() -> None:
 
 
 def kernel_lines() -> dict[str, int]:
-    """Calls of attnops in the code that Inductor has loaded, shortened and without buffer numbers: how often each.
+    """Calls of attnops in the code that Inductor has loaded, shortened and without buffer numbers:
+    how often each.
 
-    A kernel that is lowered to torch ops shows torch's call after the kernel's name, which Inductor writes into the comment above.
+    A kernel that is lowered to torch ops shows torch's call after the kernel's name, which Inductor
+    writes into the comment above.
     """
     from torch._inductor.codecache import PyCodeCache
 

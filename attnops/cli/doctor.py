@@ -28,32 +28,54 @@ LOOKED_FOR = ("triton", "transformers")
 def examine() -> Data:
     """The report as plain data. Asks the driver for its devices; imports no kernel package.
 
-    machine: versions and devices, None for absent packages. policy: the policy in force, "" for none. table: see `measured_times`.
+    machine: versions and devices, None for absent packages. policy: the policy in force, "" for
+    none. table: see `measured_times`.
     broken: third-party modules that could not be loaded, and why. install: see `best_install`.
     """
     target = Target.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     kernels = [
         {
-            "op": op, "kernel": k.name, "backend": backend_of(k), "usable": not (reasons := why_not(k, target)),
-            "reasons": [refusal(r) for r in reasons], "packages": list(k.versions()), "about": k.about,
+            "op": op,
+            "kernel": k.name,
+            "backend": backend_of(k),
+            "usable": not (reasons := why_not(k, target)),
+            "reasons": [refusal(r) for r in reasons],
+            "packages": list(k.versions()),
+            "about": k.about,
         }
-        for op in ops_of_kernels() for k in kernels_of(op).values()
-    ]  # fmt: skip
+        for op in ops_of_kernels()
+        for k in kernels_of(op).values()
+    ]
     times, broken = measured_times(target), dict(broken_kernels())
-    found = {"machine": machine(), "target": str(target), "policy": active_policy(), "table": times, "kernels": kernels, "broken": broken}
+    found = {
+        "machine": machine(),
+        "target": str(target),
+        "policy": active_policy(),
+        "table": times,
+        "kernels": kernels,
+        "broken": broken,
+    }
     return found | {"install": best_install(target)}
 
 
 def backend_of(kernel: Kernel) -> str:
-    """The folder of the kernel under attnops/kernels, "reference" for the plain body of an op, or the package of a third party."""
+    """The folder of the kernel under attnops/kernels, "reference" for the plain body of an op, or
+    the package of a third party."""
     if kernel.name == "reference":
         return "reference"
     parts = str(origin(kernel.run).__module__).split(".")
-    return parts[2] if parts[:2] == ["attnops", "kernels"] else "torch" if parts[0] == "attnops" else parts[0]
+    return (
+        parts[2]
+        if parts[:2] == ["attnops", "kernels"]
+        else "torch"
+        if parts[0] == "attnops"
+        else parts[0]
+    )
 
 
 def best_install(target: Target) -> Data | None:
-    """The one installation after which the most kernels more can run: its command and their names; None if none adds any."""
+    """The one installation after which the most kernels more can run: its command and their names;
+    None if none adds any."""
     adds: dict[str, list[str]] = {}
     for k in all_kernels():
         there = replace(target, assume=tuple(p.module for p in k.packages))
@@ -67,65 +89,137 @@ def best_install(target: Target) -> Data | None:
 def _commands(kernel: Kernel, target: Target) -> list[str]:
     """Each installs the first package that the kernel lacks, or one that serves in its place."""
     lacking = next((p for p in kernel.packages if p.missing(target)), None)
-    refusals = kernel.absences(target)[:1] if lacking is None else [each.absent(target) for each in lacking.each]
+    refusals = (
+        kernel.absences(target)[:1]
+        if lacking is None
+        else [each.absent(target) for each in lacking.each]
+    )
     # Where no wheel is made for this torch, the text is no command.
-    return [refused.want for refused in refusals if refused is not None and refused.want.startswith("pip install ")]
+    return [
+        refused.want
+        for refused in refusals
+        if refused is not None and refused.want.startswith("pip install ")
+    ]
 
 
 def measured_times(target: Target) -> Data:
-    """The table in force for `target`. path: None without a table. other_versions: kernels whose version has changed since.
+    """The table in force for `target`. path: None without a table. other_versions: kernels whose
+    version has changed since.
 
     unmeasured: usable kernels of its ops without times. ignored: unused files, and why.
     """
     found = in_force(target)
     ignored = [{"path": str(path), "reason": reason} for path, reason in found.ignored]
-    out: Data = {"path": found.path and str(found.path), "shipped": found.shipped, "ignored": ignored}
+    out: Data = {
+        "path": found.path and str(found.path),
+        "shipped": found.shipped,
+        "ignored": ignored,
+    }
     if (table := found.table) is None:
         return out
     ops = sorted({g.kind.op for g in table.grids})
-    usable = {f"{k.op}.{k.name}": k for op in ops for k in kernels_of(op).values() if not k.fused and not why_not(k, target)}
-    changed = {n: k for n, k in usable.items() if n in table.versions and not table.speaks_for(k, target)}
+    usable = {
+        f"{k.op}.{k.name}": k
+        for op in ops
+        for k in kernels_of(op).values()
+        if not k.fused and not why_not(k, target)
+    }
+    changed = {
+        n: k for n, k in usable.items() if n in table.versions and not table.speaks_for(k, target)
+    }
     return out | {
-        "gpu": table.gpu, "scaled_from": table.source, "made": dict(table.made), "digest": table.digest[:12], "ops": ops,
+        "gpu": table.gpu,
+        "scaled_from": table.source,
+        "made": dict(table.made),
+        "digest": table.digest[:12],
+        "ops": ops,
         "sizes": sum(len(g.points()) for g in table.grids),
-        "other_versions": {n: {"timed": table.versions[n], "here": version_of(k)} for n, k in changed.items()},
-        "unmeasured": [n for n in usable if n not in table.versions and not (table.sibling and n in table.sibling.versions)],
-    }  # fmt: skip
+        "other_versions": {
+            n: {"timed": table.versions[n], "here": version_of(k)} for n, k in changed.items()
+        },
+        "unmeasured": [
+            n
+            for n in usable
+            if n not in table.versions and not (table.sibling and n in table.sibling.versions)
+        ],
+    }
 
 
 def machine() -> Data:
-    """Versions, "unknown" without metadata, and every CUDA device with its name, architecture and memory in bytes."""
+    """Versions, "unknown" without metadata, and every CUDA device with its name, architecture and
+    memory in bytes."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     devices = [
-        {"name": d.name, "arch": str(Target.of(torch.device("cuda", i))), "memory_bytes": d.total_memory} for i, d in enumerate(found)
+        {
+            "name": d.name,
+            "arch": str(Target.of(torch.device("cuda", i))),
+            "memory_bytes": d.total_memory,
+        }
+        for i, d in enumerate(found)
     ]
     return {
-        "attnops": VERSION, "python": platform.python_version(), "platform": platform.platform(terse=True), "torch": torch.__version__,
-        "cuda": torch.version.cuda, "devices": devices,
-        **{name: Package(name, (name,)).version() or "unknown" if find_spec(name) else None for name in LOOKED_FOR},
-    }  # fmt: skip
+        "attnops": VERSION,
+        "python": platform.python_version(),
+        "platform": platform.platform(terse=True),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": devices,
+        **{
+            name: Package(name, (name,)).version() or "unknown" if find_spec(name) else None
+            for name in LOOKED_FOR
+        },
+    }
 
 
 def summary(report: Data, console: Console) -> None:
     """Print the report of `examine` in five lines."""
     facts, kernels, install = report["machine"], report["kernels"], report["install"]
     runs = Counter(k["backend"] for k in kernels if k["usable"])
-    counts = f"{runs.total()} of {len(kernels)} run here ({', '.join(f'{n} {name}' for name, n in runs.most_common())}); --all lists them"
-    adds = "no package: the other kernels need a GPU" if report["target"] == "cpu" else "no package adds a kernel"
+    counts = (
+        f"{runs.total()} of {len(kernels)} run here "
+        f"({', '.join(f'{n} {name}' for name, n in runs.most_common())}); --all lists them"
+    )
+    adds = (
+        "no package: the other kernels need a GPU"
+        if report["target"] == "cpu"
+        else "no package adds a kernel"
+    )
     if install is not None:
         ops = dict.fromkeys(name.partition(".")[0] for name in install["kernels"])
-        adds = f"{install['command']} adds the most: {len(install['kernels'])} kernels, of {', '.join(ops)}"
-    versions = f"{facts['attnops']}, Python {facts['python']}, transformers {facts['transformers'] or 'absent'}"
-    lines = {"attnops": versions, "torch": f"{facts['torch']}, {'CUDA ' + facts['cuda'] if facts['cuda'] else 'built without CUDA'}"}
-    lines |= {"device": _devices(facts["devices"]).replace("\n", ", "), "kernels": counts, "install": adds}
+        adds = (
+            f"{install['command']} adds the most: {len(install['kernels'])} kernels, of "
+            f"{', '.join(ops)}"
+        )
+    versions = (
+        f"{facts['attnops']}, Python {facts['python']}, transformers "
+        f"{facts['transformers'] or 'absent'}"
+    )
+    lines = {
+        "attnops": versions,
+        "torch": f"{facts['torch']}, "
+        f"{'CUDA ' + facts['cuda'] if facts['cuda'] else 'built without CUDA'}",
+    }
+    lines |= {
+        "device": _devices(facts["devices"]).replace("\n", ", "),
+        "kernels": counts,
+        "install": adds,
+    }
     for name, text in lines.items():
         console.print(f"[bold]{name:<9}[/]{escape(text)}", soft_wrap=True)
     if report["broken"]:
-        console.print(f"[red]{len(report['broken'])} modules of kernels could not be loaded[/]; --all says why")
+        console.print(
+            f"[red]{len(report['broken'])} modules of kernels could not be loaded[/]; --all says "
+            "why"
+        )
 
 
 def _devices(devices: list[Data]) -> str:
-    return "\n".join(f"{d['name']} ({d['arch']}, {d['memory_bytes'] / 2**30:.0f} GiB)" for d in devices) or "no CUDA device"
+    return (
+        "\n".join(
+            f"{d['name']} ({d['arch']}, {d['memory_bytes'] / 2**30:.0f} GiB)" for d in devices
+        )
+        or "no CUDA device"
+    )
 
 
 def show(report: Data, console: Console) -> None:
@@ -137,16 +231,28 @@ def show(report: Data, console: Console) -> None:
     facts.add_row("measured times", _times(report["table"]))
     console.print(facts)
     for ignored in report["table"]["ignored"]:
-        console.print(f"[yellow]ignored[/]: {escape(ignored['path'])}: {escape(ignored['reason'])}", soft_wrap=True)
+        console.print(
+            f"[yellow]ignored[/]: {escape(ignored['path'])}: {escape(ignored['reason'])}",
+            soft_wrap=True,
+        )
     console.print(f"\n[bold]kernels on {report['target']}[/]")
     table = new_table("op", "kernel", "", "reason, and requirement", whole=("op", "kernel"))
     for before, k in zip(({"op": ""}, *report["kernels"]), report["kernels"], strict=False):
-        reasons = escape("\n".join(f"{r['field']}: {r['got']}; wants {r['want']}" for r in k["reasons"]))
+        reasons = escape(
+            "\n".join(f"{r['field']}: {r['got']}; wants {r['want']}" for r in k["reasons"])
+        )
         answer = "[green]usable[/]" if k["usable"] else "[yellow]not here[/]"
-        table.add_row(k["op"] if k["op"] != before["op"] else "", k["kernel"], answer, reasons or f"[dim]{escape(k['about'])}[/]")
+        table.add_row(
+            k["op"] if k["op"] != before["op"] else "",
+            k["kernel"],
+            answer,
+            reasons or f"[dim]{escape(k['about'])}[/]",
+        )
     console.print(table)
     for source, reason in report["broken"].items():
-        console.print(f"[red]could not be loaded[/]: {escape(source)}: {escape(reason)}", highlight=False)
+        console.print(
+            f"[red]could not be loaded[/]: {escape(source)}: {escape(reason)}", highlight=False
+        )
 
 
 def _times(table: Data) -> str:
@@ -154,7 +260,13 @@ def _times(table: Data) -> str:
         return "none: kernels are ranked by estimates; `attnops tune` measures them"
     where = "shipped" if table["shipped"] else table["path"]
     gpu = table["gpu"] + (f", scaled from {table['scaled_from']}" if table["scaled_from"] else "")
-    lines = [f"{gpu}, {table['sizes']} sizes of {', '.join(table['ops'])}, {table['made'].get('date', 'no date')} ({where})"]
-    lines += [f"{name} was timed as {v['timed']}, here is {v['here']}" for name, v in table["other_versions"].items()]
+    lines = [
+        f"{gpu}, {table['sizes']} sizes of {', '.join(table['ops'])}, "
+        f"{table['made'].get('date', 'no date')} ({where})"
+    ]
+    lines += [
+        f"{name} was timed as {v['timed']}, here is {v['here']}"
+        for name, v in table["other_versions"].items()
+    ]
     lines += [f"without times: {', '.join(table['unmeasured'])}"] * bool(table["unmeasured"])
     return escape("\n".join(lines + ["`attnops tune` measures this machine"] * (len(lines) > 1)))

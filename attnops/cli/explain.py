@@ -1,4 +1,5 @@
-"""`attnops explain`: which kernel every call of a Hugging Face model would get on a machine, and why no other."""
+"""`attnops explain`: which kernel every call of a Hugging Face model would get on a machine, and
+why no other."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from attnops import configs
 from attnops.cli.tables import Data
@@ -25,27 +30,41 @@ PHASES, CACHES = ("prefill", "decode"), ("hf", "paged")
 
 
 class CannotExplain(AttnopsError, RuntimeError):
-    """The model's code reads values of tensors, so it cannot run on fake tensors. `model` names its config."""
+    """The model's code reads values of tensors, so it cannot run on fake tensors. `model` names its
+    config."""
 
     def __init__(self, model: str, cause: Exception) -> None:
-        super().__init__(f"model: got {model}, whose code needs the values of tensors, want one that runs on shapes alone\n{cause}")
+        super().__init__(
+            f"model: got {model}, whose code needs the values of tensors, want one that runs on "
+            f"shapes alone\n{cause}"
+        )
         self.model = model
 
 
 def explain_model(
-    model: str, *, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1, tokens: int | None = None,
+    model: str,
+    *,
+    target: str = "",
+    assume: tuple[str, ...] | None = None,
+    batch: int = 1,
+    tokens: int | None = None,
     phase: str = "both",
-    dtype: str = "bfloat16", cache: str = "hf", op: str = "",
-) -> dict[str, Explanation]:  # fmt: skip
-    """Explain a patched model per phase, on fake tensors: a prompt of `tokens` tokens (prefill), then one more token (decode).
+    dtype: str = "bfloat16",
+    cache: str = "hf",
+    op: str = "",
+) -> dict[str, Explanation]:
+    """Explain a patched model per phase, on fake tensors: a prompt of `tokens` tokens (prefill),
+    then one more token (decode).
 
-    model: as `configs.config_of` takes it. target: as `attnops.explain` takes it; "" is this machine. assume: packages taken to
-    be installed, None for all. batch: sequences. tokens: None takes those of `tokens_of`.
+    model: as `configs.config_of` takes it. target: as `attnops.explain` takes it; "" is this
+    machine. assume: packages taken to be installed, None for all. batch: sequences. tokens: None
+    takes those of `tokens_of`.
     phase: "prefill", "decode" or "both". dtype: of the weights, hence of the Problems.
-    cache: "hf", a static cache of transformers, or "paged", the pages of `patch(cache="paged")`. op: calls of this op alone; "" is all.
+    cache: "hf", a static cache of transformers, or "paged", the pages of `patch(cache="paged")`.
+    op: calls of this op alone; "" is all.
 
-    Raises InvalidInput: an unknown model, target, phase, dtype, cache or op, or a number below 1. PatchError: attnops cannot serve the
-    model, or not over pages. CannotExplain: see there.
+    Raises InvalidInput: an unknown model, target, phase, dtype, cache or op, or a number below 1.
+    PatchError: attnops cannot serve the model, or not over pages. CannotExplain: see there.
     """
     if phase not in (*PHASES, "both"):
         raise InvalidInput("phase", repr(phase), " | ".join((*PHASES, "both")))
@@ -59,19 +78,40 @@ def explain_model(
     if target:
         Target.parse(target)
     elif assume is not None:
-        raise InvalidInput("assume", ",".join(assume), "a --target with it: this machine's packages are looked up")
+        raise InvalidInput(
+            "assume", ",".join(assume), "a --target with it: this machine's packages are looked up"
+        )
     with configs.quiet_transformers():
         config = configs.config_of(model)
-        options: Data = {"target": target, "assume": assume, "batch": batch, "tokens": tokens, "cache": cache}
+        options: Data = {
+            "target": target,
+            "assume": assume,
+            "batch": batch,
+            "tokens": tokens,
+            "cache": cache,
+        }
         found = explain_config(config, dtype=configs.dtype_of(dtype), **options)
     shown = {p: e for p, e in found.items() if phase in (p, "both")}
-    return {p: replace(e, sites=tuple(s for s in e.sites if s.decision.problem.op == op)) for p, e in shown.items()} if op else shown
+    return (
+        {
+            p: replace(e, sites=tuple(s for s in e.sites if s.decision.problem.op == op))
+            for p, e in shown.items()
+        }
+        if op
+        else shown
+    )
 
 
 def explain_config(
-    config: Any, *, dtype: torch.dtype, target: str = "", assume: tuple[str, ...] | None = None, batch: int = 1,
-    tokens: int | None = None, cache: str = "hf",
-) -> dict[str, Explanation]:  # fmt: skip
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    target: str = "",
+    assume: tuple[str, ...] | None = None,
+    batch: int = 1,
+    tokens: int | None = None,
+    cache: str = "hf",
+) -> dict[str, Explanation]:
     """As `explain_model`, of a transformers config: both phases, with a cache of `tokens + 1`."""
     from transformers import StaticCache
 
@@ -80,9 +120,14 @@ def explain_config(
 
     mode = FakeTensorMode()
     here = torch.device("cuda" if not target and torch.cuda.is_available() else "cpu")
-    named = Target.parse(target, packages_of_kernels() if assume is None else assume) if target else None
-    # On a GPU, patch passes lengths to kernels, on a CPU a mask. A torch built without CUDA has no fake CUDA tensors, so the fake weights
-    # of a named GPU are CPU tensors and patch needs the option.
+    named = (
+        Target.parse(target, packages_of_kernels() if assume is None else assume)
+        if target
+        else None
+    )
+    # On a GPU, patch passes lengths to kernels, on a CPU a mask. A torch built without CUDA has no
+    # fake CUDA tensors, so the fake weights of a named GPU are CPU tensors and patch needs the
+    # option.
     mask: Any = "compact" if named is not None and named.on_gpu else "auto"
     found = {}
     tokens = tokens_of(config) if tokens is None else tokens
@@ -92,12 +137,17 @@ def explain_config(
             handle = patch(model, mask=mask, cache="paged" if cache == "paged" else "hf")
             kept: Any
             if cache == "paged":
-                with pretend(named):  # the page size and the workspace are those of the target's kernels
+                with pretend(
+                    named
+                ):  # the page size and the workspace are those of the target's kernels
                     kept = handle.new_cache(batch, tokens + 1)
             else:
                 kept = StaticCache(config=model.config, max_cache_len=tokens + 1)
             for phase, length in zip(PHASES, (tokens, 1), strict=True):
-                given: Data = {"input_ids": torch.zeros((batch, length), dtype=torch.int64), **argument(model, kept)}
+                given: Data = {
+                    "input_ids": torch.zeros((batch, length), dtype=torch.int64),
+                    **argument(model, kept),
+                }
                 found[phase] = explain(model, **given, use_cache=True, target=named, quiet=True)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error
@@ -105,29 +155,38 @@ def explain_config(
         raise
     except Exception as error:  # a model raises any error for the sizes of an unknown config
         if tokens >= (positions := _positions(config) or tokens + 1):
-            want = f"at most {positions - 1}: the model has {positions} positions, and decode takes one more"
+            want = (
+                f"at most {positions - 1}: the model has {positions} positions, and decode "
+                "takes one more"
+            )
             raise InvalidInput("tokens", f"{tokens} ({one_line(error)})", want) from error
         got = f"{type(config).__name__} ({one_line(error)})"
         raise InvalidInput("model", got, "a config that transformers can build and run") from error
     if cache == "paged":
-        linears = linear_sites(config.get_text_config(decoder=True), dtype, batch, named or Target.of(here))
+        linears = linear_sites(
+            config.get_text_config(decoder=True), dtype, batch, named or Target.of(here)
+        )
         found["decode"] = replace(found["decode"], sites=(*found["decode"].sites, *linears))
     return found
 
 
 def tokens_of(config: Any) -> int:
-    """Tokens of a prompt that fits the model: a power of two, of at most half its positions, which some models count from 2 on."""
+    """Tokens of a prompt that fits the model: a power of two, of at most half its positions, which
+    some models count from 2 on."""
     half = (_positions(config) or 2 * TOKENS) // 2
     return min(TOKENS, 1 << max(0, half.bit_length() - 1))
 
 
 def _positions(config: Any) -> int | None:
-    """The positions that the decoder of a config has a table for, or was trained on. None: it does not say."""
+    """The positions that the decoder of a config has a table for, or was trained on. None: it does
+    not say."""
     found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
-def linear_sites(config: Any, dtype: torch.dtype, rows: int, target: Target) -> Iterator[Site[Decision]]:
+def linear_sites(
+    config: Any, dtype: torch.dtype, rows: int, target: Target
+) -> Iterator[Site[Decision]]:
     """The linears of a decode step that `fuse_norm_linear_pass` would find in the compiled layers.
 
     Their sizes are those in the config of the decoder.
@@ -139,6 +198,10 @@ def linear_sites(config: Any, dtype: torch.dtype, rows: int, target: Target) -> 
         return
     q_heads, kv_heads, head_dim = heads(config)
     inner, layers = 0 if experts(config) else config.intermediate_size, config.num_hidden_layers
-    for name, kind in products(config.hidden_size, q_heads, kv_heads, inner, config.vocab_size, head_dim).items():
-        problem = problem_at(altered(kind, dtype=dtype, kv_dtype=dtype), Sizes(float(rows), 1.0, 1.0), target)
+    for name, kind in products(
+        config.hidden_size, q_heads, kv_heads, inner, config.vocab_size, head_dim
+    ).items():
+        problem = problem_at(
+            altered(kind, dtype=dtype, kv_dtype=dtype), Sizes(float(rows), 1.0, 1.0), target
+        )
         yield Site(PARTS[name], 1 if name == "head" else layers, select(problem))

@@ -1,4 +1,5 @@
-"""The features of every kernel, found by querying it with typical Problems of its op and one feature at a time."""
+"""The features of every kernel, found by querying it with typical Problems of its op and one
+feature at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from attnops.core.problem import Extent, Problem, Refusal, Target, altered
 from attnops.ops import OPS, typical
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
-BF16, F32, E4M3, I32, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.uint8
+BF16, F32, E4M3, I32, U8 = (
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.int32,
+    torch.uint8,
+)
 
 Change = dict[str, Any]
 
@@ -45,11 +52,14 @@ FEATURES = (
     *(Feature(f"page {n}", {"page_size": n}) for n in (1, 16, 64, 128)),
 )
 
-_NUMBERS: tuple[Change, ...] = ({"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},)
+_NUMBERS: tuple[Change, ...] = (
+    {"dtype": I32, "kv_dtype": I32, "page_size": 64, "tokens": Extent.of(8)},
+)
 
 
 def problems(op: str, target: Target) -> tuple[Problem, ...]:
-    """Typical Problems of `op` on `target`, the most usual first. An op that says none gets the Problem of a table of integers."""
+    """Typical Problems of `op` on `target`, the most usual first. An op that says none gets the
+    Problem of a table of integers."""
     return tuple(Problem.of(op=op, target=target, **base) for base in OPS[op].typical or _NUMBERS)
 
 
@@ -62,7 +72,8 @@ def columns(op: str) -> tuple[Feature, ...]:
 
 
 class Support(NamedTuple):
-    """`runs`: the targets on which the kernel takes a typical Problem. `takes`: by feature, the targets on which it takes that too."""
+    """`runs`: the targets on which the kernel takes a typical Problem. `takes`: by feature, the
+    targets on which it takes that too."""
 
     kernel: Kernel
     runs: tuple[str, ...]
@@ -78,15 +89,23 @@ def support(kernel: Kernel) -> Support:
         return tuple(t for t, p in zip(TARGETS, asked, strict=True) if not kernel.refusals(p))
 
     base = next(filter(taken, bases), bases[0])
-    return Support(kernel, taken(base), {f.name: taken(altered(p, **f.change) for p in base) for f in columns(kernel.op)})
+    return Support(
+        kernel,
+        taken(base),
+        {f.name: taken(altered(p, **f.change) for p in base) for f in columns(kernel.op)},
+    )
 
 
 def why_not(kernel: Kernel, target: Target) -> tuple[Refusal, ...]:
-    """Why `kernel` refuses every typical Problem on `target`: absent packages, or the shared refusals. Empty if it takes one."""
+    """Why `kernel` refuses every typical Problem on `target`: absent packages, or the shared
+    refusals. Empty if it takes one."""
     if absent := kernel.absences(target):
         return absent
     asked = problems(kernel.op, target)
-    answers = [kernel.refusals(p) for p in (*asked, *(altered(p, **f.change) for p in asked for f in columns(kernel.op)))]
+    answers = [
+        kernel.refusals(p)
+        for p in (*asked, *(altered(p, **f.change) for p in asked for f in columns(kernel.op)))
+    ]
     if not all(answers):
         return ()
     shared = set.intersection(*({r.field for r in reasons} for reasons in answers))

@@ -1,1 +1,2 @@
-"""What an op is, and how its kernel is chosen: records, arguments, checks, problems, kernels and the choice among them."""
+"""What an op is, and how its kernel is chosen: records, arguments, checks, problems, kernels and
+the choice among them."""

@@ -23,8 +23,11 @@ def takes_a_call(run: object) -> bool:
     return len(kinds) == 1 and kinds[0] in PLACES
 
 
-def without_flag(flag: str, change: Callable[[Any], Any], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`run`, which does not know a flag of its op: `change` makes a call without of one with the flag, before `run` reads it."""
+def without_flag(
+    flag: str, change: Callable[[Any], Any], run: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """`run`, which does not know a flag of its op: `change` makes a call without of one with the
+    flag, before `run` reads it."""
 
     @functools.wraps(run)
     def whole(call: Any) -> Any:
@@ -33,15 +36,17 @@ def without_flag(flag: str, change: Callable[[Any], Any], run: Callable[[Any], A
     return whole
 
 
-# The GPU of a call ----------------------------------------------------------------------------------------------------
+# The GPU of a call --------------------------------------------------------------------------------
 
 # torch's own function asks before every call whether CUDA is initialised.
-_current_device: Callable[[], int] = vars(torch._C).get("_cuda_getDevice", torch.cuda.current_device)
+_current_device: Callable[[], int] = vars(torch._C).get(
+    "_cuda_getDevice", torch.cuda.current_device
+)
 
 
 def elsewhere(x: Tensor) -> bool:
-    """Is `x` on a GPU that is not the current one? Where CUDA is not initialised `x` is a fake tensor,
-    and nothing is launched."""
+    """Is `x` on a GPU that is not the current one? Where CUDA is not initialised `x` is a fake
+    tensor, and nothing is launched."""
     return x.is_cuda and torch.cuda.is_initialized() and x.get_device() != _current_device()
 
 
@@ -54,7 +59,8 @@ def placed(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`run`, a function of a call, with the GPU of the call's first tensor as the current one.
 
     Triton and most launchers of other packages launch on the current GPU, whatever GPU holds their
-    arguments. Where that is the right one already, as in all but a few calls, this costs a comparison.
+    arguments. Where that is the right one already, as in all but a few calls, this costs a
+    comparison.
     """
     before: Callable[[Any], Any] | None = getattr(run, "placed", None)
     if before is run and before is not None:

@@ -30,7 +30,8 @@ def name(dtype: torch.dtype) -> str:
 
 
 def need(ok: Any, field: str, got: object, want: str) -> None:
-    """Raise InvalidInput unless `ok`. A symbolic `ok` that is not known yet becomes a check at run time."""
+    """Raise InvalidInput unless `ok`. A symbolic `ok` that is not known yet becomes a check at run
+    time."""
     if isinstance(ok, bool):
         if not ok:
             fail(InvalidInput, field, got, want)
@@ -58,7 +59,8 @@ def python_number(value: Any) -> Any:
 
 
 def check_number(a: Arg, value: Any) -> None:
-    """Raise InvalidInput unless the value of an argument that is no tensor has its type and is within its bounds."""
+    """Raise InvalidInput unless the value of an argument that is no tensor has its type and is
+    within its bounds."""
     kinds: Any = (*_TYPES[a.kind], torch.SymInt, torch.SymFloat, torch.SymBool)
     if value is REQUIRED:
         fail(InvalidInput, a.name, "nothing", f"a value of type {a.kind}")
@@ -79,7 +81,8 @@ def check_number(a: Arg, value: Any) -> None:
 
 
 def check_written(field: str, value: Tensor) -> None:
-    """Raise InvalidInput for a tensor that torch refuses to write, which a kernel would find out after its first writes."""
+    """Raise InvalidInput for a tensor that torch refuses to write, which a kernel would find out
+    after its first writes."""
     if surely(value.numel() == 0):
         return
     for size, stride in zip(value.shape, value.stride(), strict=True):
@@ -91,8 +94,8 @@ def check_written(field: str, value: Tensor) -> None:
         fail(InvalidInput, field, got, want)
 
 
-# Tensors that ops refuse: sparse, nested, and those of classes with a `__torch_function__`, whose data alone may not be what
-# they stand for.
+# Tensors that ops refuse: sparse, nested, and those of classes with a `__torch_function__`, whose
+# data alone may not be what they stand for.
 
 _PLAIN: Any = getattr(Tensor.__torch_function__, "__func__")  # noqa: B009 - untyped
 _DISABLED = nn.Parameter.__torch_function__

@@ -1,9 +1,12 @@
-"""The way of an eager call: one bounded cache, from calls like one made before to the kernel that served it.
+"""The way of an eager call: one bounded cache, from calls like one made before to the kernel that
+served it.
 
-Checks and selection look at shapes, strides, dtypes, devices and scalars only, so a call like one seen before needs neither. A call
-goes straight to its kernel, past the dispatcher, unless something else must see it: see `overheard`.
+Checks and selection look at shapes, strides, dtypes, devices and scalars only, so a call like one
+seen before needs neither. A call goes straight to its kernel, past the dispatcher, unless something
+else must see it: see `overheard`.
 
-TensorGuards is not public torch. Where torch has moved it, `Likeness` takes its place; a test runs both.
+TensorGuards is not public torch. Where torch has moved it, `Likeness` takes its place; a test runs
+both.
 """
 
 from __future__ import annotations
@@ -25,7 +28,17 @@ from attnops.core.checks import plain_only, python_number, refuse_foreign
 from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.foreign import answering
 from attnops.core.kernel import _REGISTRY, Capture
-from attnops.core.private_torch import autocasting, capturing, must_repeat, of_a_batch, only_warns, profiling, tracing, transformed, uncast
+from attnops.core.private_torch import (
+    autocasting,
+    capturing,
+    must_repeat,
+    of_a_batch,
+    only_warns,
+    profiling,
+    tracing,
+    transformed,
+    uncast,
+)
 from attnops.core.problem import _OVERRIDE, Problem, alike, altered, problem_of
 
 # Read as attributes: a function that hands one out costs more than the read.
@@ -41,13 +54,18 @@ SHAPES = 8
 """Sets of shapes that it remembers of each."""
 
 _nested = attrgetter("is_nested")
-_TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+_TensorGuards: Any = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
+)
 
 
 class Likeness:
-    """Whether tensors are like those given, by public torch alone: type, dtype, device, sizes, strides, gradient, sign and inference."""
+    """Whether tensors are like those given, by public torch alone: type, dtype, device, sizes,
+    strides, gradient, sign and inference."""
 
-    def __init__(self, *tensors: Tensor, dynamic_dims_sizes: Any = None, dynamic_dims_strides: Any = None) -> None:
+    def __init__(
+        self, *tensors: Tensor, dynamic_dims_sizes: Any = None, dynamic_dims_strides: Any = None
+    ) -> None:
         """The lists are by tensor and dim, None where any size or stride will do."""
         self.facts = [*map(self._facts, tensors)]
         self.sizes = dynamic_dims_sizes or [t.shape for t in tensors]
@@ -71,23 +89,40 @@ Growth = tuple[range, tuple[tuple[int, int], ...]]
 """The sizes that one size may have, and every (tensor, dim) that has it."""
 
 
-def growth(tensors: tuple[Tensor, ...], grows: tuple[int, ...], others: tuple[int, ...] = ()) -> Growth | None:
-    """How the size of these dims may change before checks and selection could tell the calls apart; None: not at all.
+def growth(
+    tensors: tuple[Tensor, ...], grows: tuple[int, ...], others: tuple[int, ...] = ()
+) -> Growth | None:
+    """How the size of these dims may change before checks and selection could tell the calls apart;
+    None: not at all.
 
-    A decode step has one key more than the last one: without this its first layer would pay for checks and selection.
+    A decode step has one key more than the last one: without this its first layer would pay for
+    checks and selection.
 
     Args:
         grows: the dim of each tensor, -1 if it has none.
         others: further numbers that the size is compared with.
     """
-    places = tuple((i, dim) for i, (t, dim) in enumerate(zip(tensors, grows, strict=True)) if 0 <= dim < t.dim())
+    places = tuple(
+        (i, dim)
+        for i, (t, dim) in enumerate(zip(tensors, grows, strict=True))
+        if 0 <= dim < t.dim()
+    )
     sizes = {tensors[i].shape[dim] for i, dim in places}
     if len(sizes) != 1:
         return None  # a call of wrong shapes is refused later
     least, largest = alike(sizes.pop())
-    rest = {size for i, t in enumerate(tensors) for dim, size in enumerate(t.shape) if (i, dim) not in places}
+    rest = {
+        size
+        for i, t in enumerate(tensors)
+        for dim, size in enumerate(t.shape)
+        if (i, dim) not in places
+    }
     allowed = range(least, largest + 1)
-    return None if rest.intersection(allowed) or {0, *others}.intersection(allowed) else (allowed, places)
+    return (
+        None
+        if rest.intersection(allowed) or {0, *others}.intersection(allowed)
+        else (allowed, places)
+    )
 
 
 @dataclass(frozen=True)
@@ -112,15 +147,21 @@ class Repeats:
 
 
 def guards_of(tensors: tuple[Tensor, ...], grown: Growth | None = None) -> Any:
-    """Guards that tell whether other tensors are like these. Dynamo's own take half a microsecond for all, Python as long for one.
+    """Guards that tell whether other tensors are like these. Dynamo's own take half a microsecond
+    for all, Python as long for one.
 
-    A size that grows is left out, and so are the strides of its tensors but the last: the others grow with it.
+    A size that grows is left out, and so are the strides of its tensors but the last: the others
+    grow with it.
     """
     known: dict[int, int] = {}
     firsts = [known.setdefault(id(t), i) for i, t in enumerate(tensors)]
     again = tuple((i, first) for i, first in enumerate(firsts) if i != first)
     of_all, each = _guards([*enumerate(tensors)], grown), [*known.values()]
-    return Repeats(of_all, _guards([(i, tensors[i]) for i in each], grown), picker(each), again) if again else of_all
+    return (
+        Repeats(of_all, _guards([(i, tensors[i]) for i in each], grown), picker(each), again)
+        if again
+        else of_all
+    )
 
 
 def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
@@ -128,9 +169,12 @@ def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
     given: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
     if grown is not None:
         grows = dict(grown[1])
-        given["dynamic_dims_sizes"] = [[None if grows.get(i) == d else n for d, n in enumerate(t.shape)] for i, t in places]
+        given["dynamic_dims_sizes"] = [
+            [None if grows.get(i) == d else n for d, n in enumerate(t.shape)] for i, t in places
+        ]
         given["dynamic_dims_strides"] = [
-            [None if i in grows and d < t.dim() - 1 else n for d, n in enumerate(t.stride())] for i, t in places
+            [None if i in grows and d < t.dim() - 1 else n for d, n in enumerate(t.stride())]
+            for i, t in places
         ]
     tensors = [t for _, t in places]
     guards = (_TensorGuards or Likeness)(*tensors, **given)
@@ -141,9 +185,10 @@ def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
 class Eager:
     """The eager side of an Op: its cache, and the way of a call past the dispatcher.
 
-    patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True are equal. seen: by pattern, scalars,
-    registered kernels, `pretend`'s target and what torch.use_deterministic_algorithms asks, up to SHAPES of (guards of the
-    tensors, the function that runs, the size that may grow).
+    patterns: by the types of the arguments, which are compared before the scalars: 1, 1.0 and True
+    are equal. seen: by pattern, scalars, registered kernels, `pretend`'s target and what
+    torch.use_deterministic_algorithms asks, up to SHAPES of (guards of the tensors, the function
+    that runs, the size that may grow).
     """
 
     autograd: Callable[[Run, Any], Any] | None
@@ -153,7 +198,11 @@ class Eager:
     def __init__(self, spec: Spec) -> None:
         self.spec, self.name = spec, spec.op
         # Dynamo of torch 2.11 reads no attribute of a record's class.
-        self.positional, self.names, self.keywords = spec.positional, spec.names, spec.names[spec.positional :]
+        self.positional, self.names, self.keywords = (
+            spec.positional,
+            spec.names,
+            spec.names[spec.positional :],
+        )
         self.tensors = tuple(a.name for a in spec.args if a.tensor)
         self.results = tuple(r.name for r in spec.results)
         self.patterns: dict[tuple[type, ...], Pattern | None] = {}
@@ -170,8 +219,10 @@ class Eager:
         return problem_of(call)
 
     def __call__(self, call: Any, off: bool = False) -> Any:
-        """The op's results. An eager call goes straight to its kernel where nothing else must see it. off: is autocast off already?"""
-        # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the dispatcher's call alone.
+        """The op's results. An eager call goes straight to its kernel where nothing else must see
+        it. off: is autocast off already?"""
+        # Compiling is asked first, so that Dynamo, to whom it is a constant, traces the
+        # dispatcher's call alone.
         if not (off or is_dynamo_compiling()) and autocasting():
             with uncast():
                 return self(call, True)
@@ -195,13 +246,21 @@ class Eager:
         return self.packet.default(*call[:n], **dict(zip(self.keywords, call[n:], strict=True)))
 
     def find(self, call: Any) -> Run | None:
-        """The function that runs calls like this one; None where the dispatcher must see it first."""
+        """The function that runs calls like this one; None where the dispatcher must see it
+        first."""
         types = tuple(map(type, call))
         kind = self.patterns[types] if types in self.patterns else self._pattern(types)
         if kind is None:
             return None
         scalars, tensors = kind.scalars(call), kind.tensors(call)
-        key = kind.number, scalars, _REGISTRY.generation, _OVERRIDE.target, must_repeat(), only_warns()
+        key = (
+            kind.number,
+            scalars,
+            _REGISTRY.generation,
+            _OVERRIDE.target,
+            must_repeat(),
+            only_warns(),
+        )
         if any(map(_nested, tensors)):
             return None  # the guards would abort the process: a nested tensor has no sizes
         for guards, run, grown in self.seen.get(key, ()):
@@ -230,7 +289,9 @@ class Eager:
         found = self.patterns[types] = pattern(self.spec, types, next(self.numbers))
         return found
 
-    def _remember(self, key: tuple[Any, ...], kind: Pattern, tensors: tuple[Tensor, ...], call: Call) -> Run | None:
+    def _remember(
+        self, key: tuple[Any, ...], kind: Pattern, tensors: tuple[Tensor, ...], call: Call
+    ) -> Run | None:
         if not all(map(_plain, tensors)):
             return None
         run = checked(self, call)
@@ -249,14 +310,15 @@ def grad_fields(call: Any) -> tuple[str, ...]:
 
 
 def _plain(t: Tensor) -> bool:
-    """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates and signs, other layouts, and the
-    batches of gradients of `is_grads_batched`, first."""
+    """Does the memory of `t` hold its numbers as they are? The dispatcher resolves lazy conjugates
+    and signs, other layouts, and the batches of gradients of `is_grads_batched`, first."""
     strided = t.device.type != "meta" and t.layout is torch.strided
     return strided and not (t.is_neg() or t.is_conj() or t.is_nested or of_a_batch(t))
 
 
 def checked(op: Eager, call: Call) -> Run:
-    """A function that runs the kernel chosen for `call`, which is checked first. Raises InvalidInput, NoKernel."""
+    """A function that runs the kernel chosen for `call`, which is checked first. Raises
+    InvalidInput, NoKernel."""
     plain_only(op.names, call)
     check(call)
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
@@ -275,7 +337,7 @@ def checked(op: Eager, call: Call) -> Run:
     return run
 
 
-# Who must see a call --------------------------------------------------------------------------------------------------------
+# Who must see a call ------------------------------------------------------------------------------
 
 
 def overheard() -> bool:
@@ -294,12 +356,14 @@ def overheard() -> bool:
 
 
 def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`overload` without the dispatcher, which takes 9 us to carry two dozen named arguments into C++ and back; compiled code calls this.
+    """`overload` without the dispatcher, which takes 9 us to carry two dozen named arguments into
+    C++ and back; compiled code calls this.
 
     Args:
-        overload: the kernel's overload. It takes a call that is `overheard`, and all calls in grad mode.
-        run: the kernel's Python function. It takes all other calls, with the arguments that the dispatcher would hand on: those at
-            their defaults left out.
+        overload: the kernel's overload. It takes a call that is `overheard`, and all calls in grad
+            mode.
+        run: the kernel's Python function. It takes all other calls, with the arguments that the
+            dispatcher would hand on: those at their defaults left out.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -310,7 +374,7 @@ def direct(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Arguments of the public functions ----------------------------------------------------------------------------------------
+# Arguments of the public functions ----------------------------------------------------------------
 
 
 def key_for(op: str, kernel: str | None) -> str:
@@ -319,7 +383,8 @@ def key_for(op: str, kernel: str | None) -> str:
 
 
 def tensors(**given: Any) -> None:
-    """Raise InvalidInput unless these, which a public function looks into before the op checks its call, are tensors."""
+    """Raise InvalidInput unless these, which a public function looks into before the op checks its
+    call, are tensors."""
     for field, value in given.items():
         if not isinstance(value, Tensor):
             got = "None" if value is None else type(value).__name__
@@ -336,7 +401,10 @@ def mask(value: Any) -> None:
         return
     want = "a tensor, bool or additive"
     if callable(value) or type(value).__name__ == "BlockMask":
-        want += "; write a mask_mod or score_mod out as one, or call torch.nn.attention.flex_attention, which takes functions"
+        want += (
+            "; write a mask_mod or score_mod out as one, or call "
+            "torch.nn.attention.flex_attention, which takes functions"
+        )
     fail(InvalidInput, "mask", type(value).__name__, want)
 
 
@@ -374,15 +442,17 @@ def default_scale(query: Any, scale: float | None) -> float:
     return dims**-0.5 if dims else 1.0  # the op refuses a query without numbers
 
 
-# How calls are told apart by the types of their arguments ---------------------------------------------------------------
+# How calls are told apart by the types of their arguments -----------------------------------------
 
 
 @dataclass(frozen=True)
 class Pattern:
     """How calls whose arguments have these types are told apart.
 
-    number: tells patterns apart in a key. tensors, scalars: pick the tensors that are given, and all else, from a call.
-    grows: for each of these tensors the dim whose size grows from call to call (`Spec.grows`), -1 if there is none.
+    number: tells patterns apart in a key. tensors, scalars: pick the tensors that are given, and
+    all else, from a call.
+    grows: for each of these tensors the dim whose size grows from call to call (`Spec.grows`), -1
+    if there is none.
     """
 
     number: int
@@ -402,11 +472,15 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 
 
 def pattern(spec: Spec, types: tuple[type, ...], number: int) -> Pattern | None:
-    """The Pattern of calls with arguments of these types; None where one is of a type that is not compared (a subclass, an int for a
-    float), so that such a call takes the dispatcher's way."""
+    """The Pattern of calls with arguments of these types; None where one is of a type that is not
+    compared (a subclass, an int for a float), so that such a call takes the dispatcher's way."""
     if any(t not in _PLAIN[a.kind] for a, t in zip(spec.args, types, strict=True)):
         return None
-    tensors = [i for i, (a, t) in enumerate(zip(spec.args, types, strict=True)) if a.tensor and t is not type(None)]
+    tensors = [
+        i
+        for i, (a, t) in enumerate(zip(spec.args, types, strict=True))
+        if a.tensor and t is not type(None)
+    ]
     others = [i for i, a in enumerate(spec.args) if not a.tensor]
     layouts = [[size.text for size in spec.args[i].layout] for i in tensors]
     grows = tuple(layout.index(spec.grows) if spec.grows in layout else -1 for layout in layouts)

@@ -1,6 +1,7 @@
 """One class per failure. Every message names the field, the value given and what is allowed.
 
-torch.compile wraps an error that a compiler meets, so `except AttnopsError` around a compiled call catches those of the run alone:
+torch.compile wraps an error that a compiler meets, so `except AttnopsError` around a compiled call
+catches those of the run alone:
 
     try:
         compiled(x)
@@ -9,7 +10,8 @@ torch.compile wraps an error that a compiler meets, so `except AttnopsError` aro
             raise
         print(ours)
 
-All errors may be pickled and copied, so that they cross processes. A value that cannot be pickled arrives as its text.
+All errors may be pickled and copied, so that they cross processes. A value that cannot be pickled
+arrives as its text.
 """
 
 from __future__ import annotations
@@ -33,12 +35,19 @@ _HEAD, _TAIL = 240, 40
 
 
 def shown(value: object, text: Callable[[Any], str] = str) -> str:
-    """The text of a value within an error. A long one loses its middle, for callers give numbers of 400 digits and whole files."""
+    """The text of a value within an error. A long one loses its middle, for callers give numbers of
+    400 digits and whole files."""
     try:
         whole = text(value)
-    except Exception:  # Python refuses the text of an int of over 4,300 digits, and a stranger's class may raise
+    except (
+        Exception
+    ):  # Python refuses the text of an int of over 4,300 digits, and a stranger's class may raise
         return f"a value of type {type(value).__name__} that has no text"
-    return whole if len(whole) <= _HEAD + _TAIL else f"{whole[:_HEAD]}...{whole[-_TAIL:]} ({len(whole)} characters)"
+    return (
+        whole
+        if len(whole) <= _HEAD + _TAIL
+        else f"{whole[:_HEAD]}...{whole[-_TAIL:]} ({len(whole)} characters)"
+    )
 
 
 def one_line(error: BaseException) -> str:
@@ -48,21 +57,29 @@ def one_line(error: BaseException) -> str:
 
 
 class AttnopsError(Exception):
-    """Base of every error attnops raises on purpose. Under torch.compile it may come wrapped: see `find`."""
+    """Base of every error attnops raises on purpose. Under torch.compile it may come wrapped: see
+    `find`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exception's own would call the class with its text, and each class takes other arguments.
-        return _again, (type(self), self.args, {name: portable(value) for name, value in vars(self).items()})
+        return _again, (
+            type(self),
+            self.args,
+            {name: portable(value) for name, value in vars(self).items()},
+        )
 
 
-def _again(kind: type[AttnopsError], args: tuple[Any, ...], attributes: dict[str, Any]) -> AttnopsError:
+def _again(
+    kind: type[AttnopsError], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> AttnopsError:
     error = kind.__new__(kind, *args)
     vars(error).update(attributes)
     return error
 
 
 def portable(value: object) -> object:
-    """`value` if another process can be handed it, else its text. A tensor is its text, for its memory is not to be shared."""
+    """`value` if another process can be handed it, else its text. A tensor is its text, for its
+    memory is not to be shared."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     try:
@@ -73,7 +90,8 @@ def portable(value: object) -> object:
 
 
 def find(error: BaseException | None) -> AttnopsError | None:
-    """`error` itself or the AttnopsError that it wraps, as errors of torch.compile do; None where there is neither."""
+    """`error` itself or the AttnopsError that it wraps, as errors of torch.compile do; None where
+    there is neither."""
     # The compiler raises some of its errors `from None`: their cause is then their context.
     waiting, seen = [error], set[int]()
     while waiting:
@@ -87,10 +105,12 @@ def find(error: BaseException | None) -> AttnopsError | None:
 
 
 def fail(kind: type[AttnopsError], *args: Any) -> NoReturn:
-    """Raise `kind(*args)` in code that Dynamo traces, which cannot construct such an error: the graph breaks, or, under `fullgraph=True`,
-    the compiler wraps the error as it wraps all others."""
+    """Raise `kind(*args)` in code that Dynamo traces, which cannot construct such an error: the
+    graph breaks, or, under `fullgraph=True`, the compiler wraps the error as it wraps all
+    others."""
     if TracingContext.try_get() is None:
-        # A local name would make a cycle of the error and its traceback, which holds the locals of every caller.
+        # A local name would make a cycle of the error and its traceback, which holds the locals of
+        # every caller.
         raise kind(*args)
     from torch._dynamo.exc import Unsupported
 
@@ -111,22 +131,29 @@ class InvalidInput(AttnopsError, ValueError):
 
 
 class BadTable(InvalidInput):
-    """A file is no table of measured times that this version reads, or one of another GPU. It is ignored, and `doctor --all` names it."""
+    """A file is no table of measured times that this version reads, or one of another GPU. It is
+    ignored, and `doctor --all` names it."""
 
 
 class UnsupportedVersion(AttnopsError, ImportError):
     """A package that is installed is of a version that attnops does not support."""
 
     def __init__(self, package: str, got: str, want: str) -> None:
-        super().__init__(f"{package}: got version {shown(got)}, want {want}; `pip install '{package}{want}'`")
+        super().__init__(
+            f"{package}: got version {shown(got)}, want {want}; `pip install '{package}{want}'`"
+        )
         self.package, self.got, self.want = package, got, want
 
 
 class MissingExtra(AttnopsError, ImportError):
-    """Packages are not installed. `packages` are absent; `extra` is the extra of attnops that installs them."""
+    """Packages are not installed. `packages` are absent; `extra` is the extra of attnops that
+    installs them."""
 
     def __init__(self, packages: tuple[str, ...], extra: str) -> None:
-        super().__init__(f"packages: got no {', '.join(packages)}, want them installed: pip install 'attnops[{extra}]'")
+        super().__init__(
+            f"packages: got no {', '.join(packages)}, want them installed: pip install "
+            f"'attnops[{extra}]'"
+        )
         self.packages, self.extra = packages, extra
 
 
@@ -134,12 +161,16 @@ class UnknownKernel(AttnopsError, ValueError):
     """No registered kernel has the name that was given."""
 
     def __init__(self, name: str, op: str, known: tuple[str, ...]) -> None:
-        super().__init__(f"kernel: got {shown(name, repr)}, want one of {', '.join(known) or 'none registered'} (op {op})")
+        super().__init__(
+            f"kernel: got {shown(name, repr)}, want one of "
+            f"{', '.join(known) or 'none registered'} (op {op})"
+        )
         self.name, self.op, self.known = name, op, known
 
 
 class NoKernel(AttnopsError, RuntimeError):
-    """No kernel may run the problem, or the one asked for may not. The text is the whole Decision, every reason included."""
+    """No kernel may run the problem, or the one asked for may not. The text is the whole Decision,
+    every reason included."""
 
     def __init__(self, headline: str, decision: Decision) -> None:
         super().__init__(f"{headline}\n{decision}")
@@ -147,11 +178,13 @@ class NoKernel(AttnopsError, RuntimeError):
 
 
 class NotCompiled(AttnopsError, RuntimeError):
-    """A kernel that compiles at its first call of each kind met a new kind while a CUDA graph was captured."""
+    """A kernel that compiles at its first call of each kind met a new kind while a CUDA graph was
+    captured."""
 
     def __init__(self, kernel: str, got: str) -> None:
         super().__init__(
-            f"{kernel}: got a kind of call not yet compiled ({shown(got)}) while a CUDA graph is captured, want one such call before"
+            f"{kernel}: got a kind of call not yet compiled ({shown(got)}) while a CUDA graph is "
+            "captured, want one such call before"
         )
         self.kernel, self.got = kernel, got
 
@@ -165,14 +198,21 @@ class NotLoaded(AttnopsError, RuntimeError):
 
 
 class NoGradient(AttnopsError, RuntimeError):
-    """An input requires grad where the op has no gradient, or has a forward-mode tangent, which no op supports (`forward`)."""
+    """An input requires grad where the op has no gradient, or has a forward-mode tangent, which no
+    op supports (`forward`)."""
 
     def __init__(self, op: str, fields: tuple[str, ...], forward: bool = False) -> None:
         got, want = "requires_grad=True", "no gradient (this op has none)"
-        do = "Call it under torch.no_grad() or detach its inputs; attention() and varlen_attention() are differentiable."
+        do = (
+            "Call it under torch.no_grad() or detach its inputs; attention() and "
+            "varlen_attention() are differentiable."
+        )
         if forward:
             got, want = "a forward-mode tangent", "none (no op has derivatives in forward mode)"
-            do = "Differentiate in reverse: torch.func.vjp, grad or jacrev in place of jvp or jacfwd."
+            do = (
+                "Differentiate in reverse: torch.func.vjp, grad or jacrev in place of jvp or "
+                "jacfwd."
+            )
         super().__init__(f"{op}: got {got} on {', '.join(fields)}, want {want}. {do}")
         self.op, self.fields, self.forward = op, fields, forward
 
@@ -199,12 +239,16 @@ class ContractMismatch(RegistrationError):
     """A kernel was written for another version of the kernel contract."""
 
     def __init__(self, kernel: str, got: int, want: int) -> None:
-        super().__init__(f"kernel {kernel}: contract got {shown(got)}, want {want}; see docs/add-a-kernel.md for what changed")
+        super().__init__(
+            f"kernel {kernel}: contract got {shown(got)}, want {want}; see docs/add-a-kernel.md "
+            "for what changed"
+        )
         self.kernel, self.got, self.want = kernel, got, want
 
 
 class WrongResult(AttnopsError, RuntimeError):
-    """A kernel of another package returned what its op does not promise. Found at its first call."""
+    """A kernel of another package returned what its op does not promise. Found at its first
+    call."""
 
     def __init__(self, op: str, kernel: str, field: str, got: object, want: object) -> None:
         given = f"{op}.{kernel}: {field} got {shown(got)}, want {shown(want)}"
@@ -227,10 +271,20 @@ class PageSizeConflict(AttnopsError, ValueError):
         takes: Mapping[str, tuple[int, ...]],
         refused: Mapping[str, tuple[Refusal, ...]],
     ) -> None:
-        lines = [f"page_size: got {shown(page_size)}, want one of {', '.join(map(str, tried))} that all of these kernels take"]
+        lines = [
+            f"page_size: got {shown(page_size)}, want one of {', '.join(map(str, tried))} that "
+            "all of these kernels take"
+        ]
         for kernel, sizes in takes.items():
-            some = f"{', '.join(map(str, sizes))}{' only' * (len(sizes) < len(tried))}" if sizes else "none"
-            lines.append(f"  {kernel} takes {': '.join([some, *('; '.join(map(str, r)) for r in [refused[kernel]] if r)])}")
+            some = (
+                f"{', '.join(map(str, sizes))}{' only' * (len(sizes) < len(tried))}"
+                if sizes
+                else "none"
+            )
+            lines.append(
+                f"  {kernel} takes "
+                f"{': '.join([some, *('; '.join(map(str, r)) for r in [refused[kernel]] if r)])}"
+            )
         super().__init__("\n".join(lines))
         self.page_size, self.takes, self.refused = page_size, takes, refused
 
@@ -243,7 +297,10 @@ class OutOfPages(CacheError):
     """The pool has fewer free pages than the call needs."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
-        super().__init__(f"pages: need {shown(needed)}, got {free} free of {total}; free a request or build a larger cache")
+        super().__init__(
+            f"pages: need {shown(needed)}, got {free} free of {total}; free a request or build a "
+            "larger cache"
+        )
         self.needed, self.free, self.total = needed, free, total
 
 
@@ -263,7 +320,10 @@ class RequestTooLong(CacheError, ValueError):
     """A request would pass the length its row of the page table can describe."""
 
     def __init__(self, request: object, got: int, limit: int, limited_by: str) -> None:
-        super().__init__(f"length of request {shown(request, repr)}: got {shown(got)} tokens, want at most {limit} ({limited_by})")
+        super().__init__(
+            f"length of request {shown(request, repr)}: got {shown(got)} tokens, want at most "
+            f"{limit} ({limited_by})"
+        )
         self.request, self.got, self.limit = request, got, limit
 
 
@@ -271,29 +331,40 @@ class TooManyRequests(CacheError):
     """Every row of the cache's tables belongs to a live request."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"requests: got {limit} live, want fewer than max_requests = {limit}; free a request or build a larger cache")
+        super().__init__(
+            f"requests: got {limit} live, want fewer than max_requests = {limit}; free a request "
+            "or build a larger cache"
+        )
         self.limit = limit
 
 
 class GraphError(AttnopsError, RuntimeError):
-    """Base of the errors of `attnops.graphs`. A replay raises ReplayMismatch, and NotCapturable for a call between graphs whose result
-    changes its shape. All others leave the cache as it was."""
+    """Base of the errors of `attnops.graphs`. A replay raises ReplayMismatch, and NotCapturable for
+    a call between graphs whose result changes its shape. All others leave the cache as it was."""
 
 
 class BatchTooLarge(GraphError, ValueError):
-    """A batch is larger than the largest bucket of its kind, and the policy is not to run it without graphs."""
+    """A batch is larger than the largest bucket of its kind, and the policy is not to run it
+    without graphs."""
 
     def __init__(self, kind: str, field: str, got: int, largest: int) -> None:
         want = f"at most {largest}, the largest bucket" if largest else "a bucket for such batches"
-        super().__init__(f"{kind} batch: {field} got {shown(got)}, want {want}; give Buckets more, or over='eager'")
+        super().__init__(
+            f"{kind} batch: {field} got {shown(got)}, want {want}; give Buckets more, or "
+            "over='eager'"
+        )
         self.kind, self.field, self.got, self.largest = kind, field, got, largest
 
 
 class StaleGraph(GraphError):
-    """A graph is called with other arguments, addresses, policy or autocast than it was captured with."""
+    """A graph is called with other arguments, addresses, policy or autocast than it was captured
+    with."""
 
     def __init__(self, field: str, got: object, want: object) -> None:
-        super().__init__(f"{field}: got {shown(got)}, want {shown(want)}, as captured; call free() to capture anew")
+        super().__init__(
+            f"{field}: got {shown(got)}, want {shown(want)}, as captured; call free() to capture "
+            "anew"
+        )
         self.field, self.got, self.want = field, got, want
 
 
@@ -306,25 +377,32 @@ class NotCapturable(GraphError):
 
 
 class SideEffect(NotCapturable):
-    """A step that changes the model as it runs, as one that counts its calls does. A replay would not. The text names the attribute."""
+    """A step that changes the model as it runs, as one that counts its calls does. A replay would
+    not. The text names the attribute."""
 
 
 class OverBudget(GraphError):
-    """Graphs would take more memory than they may. All figures in bytes; `need` is measured by running the bucket without a graph."""
+    """Graphs would take more memory than they may. All figures in bytes; `need` is measured by
+    running the bucket without a graph."""
 
     def __init__(self, bucket: object, need: int, held: int, budget: int) -> None:
         super().__init__(
-            f"{bucket}: got a need of {shown(need)} bytes beside {held} held by graphs, want at most {shown(budget)} in all; "
+            f"{bucket}: got a need of {shown(need)} bytes beside {held} held by graphs, want at "
+            f"most {shown(budget)} in all; "
             "drop the bucket, raise budget_bytes, or give over_budget='drop'"
         )
         self.bucket, self.need, self.held, self.budget = bucket, need, held, budget
 
 
 class ReplayMismatch(GraphError):
-    """A replay's result is not that of the same call without graphs. Found by `check_every`, after the replay."""
+    """A replay's result is not that of the same call without graphs. Found by `check_every`, after
+    the replay."""
 
     def __init__(self, bucket: object, output: str, error: float, allowed: float) -> None:
-        super().__init__(f"{bucket}, output {output}: got an error of {error:.3g} against eager, want at most {allowed:.3g}")
+        super().__init__(
+            f"{bucket}, output {output}: got an error of {error:.3g} against eager, want at most "
+            f"{allowed:.3g}"
+        )
         self.bucket, self.output, self.error, self.allowed = bucket, output, error, allowed
 
 
@@ -333,14 +411,16 @@ class PatchError(AttnopsError, RuntimeError):
 
 
 class NotFast(UserWarning):
-    """A model that could have had pages or CUDA graphs does not get them, for a reason that is its own, the machine's or a version's.
+    """A model that could have had pages or CUDA graphs does not get them, for a reason that is its
+    own, the machine's or a version's.
 
     It warns once a process for each class of model. Results are right.
     """
 
 
 class UntriedVersion(UserWarning):
-    """A package that is installed is newer than the newest that attnops was tried with. It warns once a process for each package."""
+    """A package that is installed is newer than the newest that attnops was tried with. It warns
+    once a process for each package."""
 
 
 # What was warned of, by category and subject.

@@ -1,7 +1,9 @@
 """Floating-point operations of calls, for `torch.utils.flop_counter.FlopCounterMode`.
 
-An op counts the products of its record (`Op.flops`), as torch counts those of its own ops. Lengths of requests are data, which no formula
-reads: a query is counted with as many keys as the shapes allow, whatever mask, window or length leaves of them.
+An op counts the products of its record (`Op.flops`), as torch counts those of its own ops. Lengths
+of requests are data, which no formula
+reads: a query is counted with as many keys as the shapes allow, whatever mask, window or length
+leaves of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ COUNTER = "torch.utils.flop_counter"
 
 
 def flops_of(op: Op, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
-    """The operations of a call with these arguments, an upper bound where lengths are data. out_val: the results, which do not matter."""
+    """The operations of a call with these arguments, an upper bound where lengths are data.
+    out_val: the results, which do not matter."""
     return evaluate(op.flops, sizes_of(op.call(*args, **kwargs)))
 
 
@@ -39,8 +42,9 @@ def _register(counter: ModuleType, op: Op) -> None:
 def _of_op(kernel: Kernel) -> None:
     """Give torch's counter the formula of the kernel's op again.
 
-    A kernel is one more overload of its op, and torch hashes an op by its overloads: the counter's dict no
-    longer finds what it has, or finds it by chance, until it grows. So all its keys are hashed anew first.
+    A kernel is one more overload of its op, and torch hashes an op by its overloads: the counter's
+    dict no longer finds what it has, or finds it by chance, until it grows. So all its keys are
+    hashed anew first.
     """
     op = OPS.get(kernel.op)
     if op is None or COUNTER not in sys.modules:
@@ -53,7 +57,8 @@ def _of_op(kernel: Kernel) -> None:
 
 
 def install() -> None:
-    """Register the formulas with torch's counter, now or when it is imported: it imports Triton, and no call of an op needs it."""
+    """Register the formulas with torch's counter, now or when it is imported: it imports Triton,
+    and no call of an op needs it."""
     if COUNTER in sys.modules:
         register_formulas(sys.modules[COUNTER])
     else:

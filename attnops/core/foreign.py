@@ -23,7 +23,8 @@ def is_foreign(kernel: Kernel) -> bool:
 
 @functools.cache
 def answering(kernel: Kernel) -> Callable[[Any], Any]:
-    """`kernel.run`. That of a foreign kernel raises WrongResult where its first results are not those of the op."""
+    """`kernel.run`. That of a foreign kernel raises WrongResult where its first results are not
+    those of the op."""
     if not is_foreign(kernel):
         return kernel.run
     unchecked = [True]
@@ -39,14 +40,17 @@ def answering(kernel: Kernel) -> Callable[[Any], Any]:
 
 
 def check_results(kernel: Kernel, call: Call, results: Any) -> None:
-    """Raise WrongResult unless these are results of the call: as many, of their shapes, strides, dtypes and devices."""
+    """Raise WrongResult unless these are results of the call: as many, of their shapes, strides,
+    dtypes and devices."""
     promised = fake(call)
     if isinstance(promised, tuple):
         found: Any = results
         want = f"a tuple of {len(promised)}: {', '.join(r.name for r in call.spec.results)}"
     else:
         promised, found = (promised,), (results,)
-        want = "None, because the op writes into its arguments" if promised == (None,) else "a tensor"
+        want = (
+            "None, because the op writes into its arguments" if promised == (None,) else "a tensor"
+        )
     if not isinstance(found, (tuple, list)) or [*map(_kind, found)] != [*map(_kind, promised)]:
         fail(WrongResult, kernel.op, kernel.name, "result", _named(results), want)
     for result, x, y in zip(call.spec.results, found, promised, strict=False):

@@ -10,16 +10,33 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-_IN_PLACE = {getattr(operator, n) for n in dir(operator) if n[:1] == "i" and {n[1:], f"{n[1:]}_"} & {*dir(operator)}} | {
-    operator.setitem, operator.delitem
-}  # fmt: skip
+_IN_PLACE = {
+    getattr(operator, n)
+    for n in dir(operator)
+    if n[:1] == "i" and {n[1:], f"{n[1:]}_"} & {*dir(operator)}
+} | {operator.setitem, operator.delitem}
 
 _KNOWN = ("torch", "_operator", "math", "builtins")
-"""Modules whose functions say by their names that they write. Functions of other modules may do anything."""
+"""Modules whose functions say by their names that they write. Functions of other modules may do
+anything."""
 
-# Functions and methods other than attnops' ops whose equal calls give equal results; arguments of metadata rarely come from others.
+# Functions and methods other than attnops' ops whose equal calls give equal results; arguments of
+# metadata rarely come from others.
 _PURE = {operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv}
-_PURE_METHODS = {"to", "int", "long", "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand", "size", "contiguous", "diff"}
+_PURE_METHODS = {
+    "to",
+    "int",
+    "long",
+    "view",
+    "reshape",
+    "flatten",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "size",
+    "contiguous",
+    "diff",
+}
 
 
 def may_write(node: fx.Node) -> bool:
@@ -36,7 +53,11 @@ def may_write(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, o)._schema.is_mutable for o in target.overloads() if not o.endswith("out"))
+        return any(
+            getattr(target, o)._schema.is_mutable
+            for o in target.overloads()
+            if not o.endswith("out")
+        )
     return _function_may_write(target, node.args)
 
 
@@ -48,7 +69,9 @@ def _function_may_write(function: Any, args: tuple[Any, ...]) -> bool:
     # Modules' functions take `inplace` by place as well.
     if home in ("torch.nn.functional", "torch._C._nn") and any(a is True for a in args):
         return True
-    return home.partition(".")[0] not in _KNOWN or _writes_by_name(getattr(function, "__name__", "_"))
+    return home.partition(".")[0] not in _KNOWN or _writes_by_name(
+        getattr(function, "__name__", "_")
+    )
 
 
 def _writes_by_name(name: str) -> bool:
@@ -59,13 +82,19 @@ def _writes_by_name(name: str) -> bool:
 
 
 def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node, fx.Node]:
-    """Calls of attnops' ops that repeat an earlier call, mapped to that call: metadata that every layer computes.
+    """Calls of attnops' ops that repeat an earlier call, mapped to that call: metadata that every
+    layer computes.
 
-    Applies to ops that write nothing, on tensors that no node writes, and to results that the graph does not return, because two results
-    of a model are two tensors. value_of: the fake value of a node.
+    Applies to ops that write nothing, on tensors that no node writes, and to results that the graph
+    does not return, because two results of a model are two tensors. value_of: the fake value of a
+    node.
     """
     written = {s for node in graph.nodes for s in _storages_of(written_by(node), value_of)}
-    returned = {s for node in graph.find_nodes(op="output") for s in _storages_of(node.all_input_nodes, value_of)}
+    returned = {
+        s
+        for node in graph.find_nodes(op="output")
+        for s in _storages_of(node.all_input_nodes, value_of)
+    }
     first: dict[Any, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
 
@@ -78,7 +107,9 @@ def equal_calls(graph: fx.Graph, value_of: Callable[[Any], Any]) -> dict[fx.Node
         used = {*storages(value_of(node)), *_storages_of(node.all_input_nodes, value_of)}
         if used & written or not returned.isdisjoint(storages(value_of(node))):
             continue
-        earlier = first.setdefault((node.target, comparable((node.args, node.kwargs), argument)), node)
+        earlier = first.setdefault(
+            (node.target, comparable((node.args, node.kwargs), argument)), node
+        )
         if earlier is not node:
             same[node] = earlier
     return {node: earlier for node, earlier in same.items() if _is_pure_op(node.target)}
@@ -89,13 +120,21 @@ def _storages_of(nodes: Iterable[fx.Node], value_of: Callable[[Any], Any]) -> It
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Do equal calls give equal results? A call whose data decide a size has a size of its own each time."""
-    pure = _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
-    return not node.meta.get("unbacked_bindings") and (_is_pure_op(node.target) or node.target in pure)
+    """Do equal calls give equal results? A call whose data decide a size has a size of its own each
+    time."""
+    pure = (
+        _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
+    )
+    return not node.meta.get("unbacked_bindings") and (
+        _is_pure_op(node.target) or node.target in pure
+    )
 
 
-def comparable(x: Any, node: Callable[[fx.Node], Any], tensor: Callable[[Tensor], Any] = str) -> Any:
-    """A hashable value, equal for equal arguments of FX nodes. node, tensor: replace the nodes and tensors in the structure x."""
+def comparable(
+    x: Any, node: Callable[[fx.Node], Any], tensor: Callable[[Tensor], Any] = str
+) -> Any:
+    """A hashable value, equal for equal arguments of FX nodes. node, tensor: replace the nodes and
+    tensors in the structure x."""
     if isinstance(x, fx.Node):
         return node(x)
     if isinstance(x, Tensor):
@@ -112,7 +151,11 @@ def comparable(x: Any, node: Callable[[fx.Node], Any], tensor: Callable[[Tensor]
 
 
 def _is_pure_op(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "attnops" and not target._schema.is_mutable
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "attnops"
+        and not target._schema.is_mutable
+    )
 
 
 def written_by(node: fx.Node) -> Iterator[Any]:
@@ -120,13 +163,22 @@ def written_by(node: fx.Node) -> Iterator[Any]:
     if isinstance(node.target, torch._ops.OpOverload):
         arguments = node.target._schema.arguments
         given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
-        yield from pytree.tree_leaves([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
+        yield from pytree.tree_leaves(
+            [
+                given.get(a.name)
+                for a in arguments
+                if a.alias_info is not None and a.alias_info.is_write
+            ]
+        )
     elif may_write(node):
         yield from node.all_input_nodes
 
 
-def writer(first: fx.Node, last: fx.Node, read: Iterable[fx.Node], value_of: Callable[[Any], Any]) -> str:
-    """Which node from `first` up to `last` may write a tensor of `read`, as a reason against reading it later; "" for none."""
+def writer(
+    first: fx.Node, last: fx.Node, read: Iterable[fx.Node], value_of: Callable[[Any], Any]
+) -> str:
+    """Which node from `first` up to `last` may write a tensor of `read`, as a reason against
+    reading it later; "" for none."""
     tensors = {*_storages_of(read, value_of)}
     while first is not last:
         if may_write(first) and not tensors.isdisjoint(_storages_of(written_by(first), value_of)):

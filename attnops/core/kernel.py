@@ -1,4 +1,5 @@
-"""`Kernel`: the one declaration an implementation makes. `register` puts it where selection, tests and docs find it."""
+"""`Kernel`: the one declaration an implementation makes. `register` puts it where selection, tests
+and docs find it."""
 
 from __future__ import annotations
 
@@ -46,13 +47,38 @@ from attnops.core.traits import (
 )
 
 __all__ = [
-    "Capture", "CONTRACT", "Core", "Inline", "Invariant", "Kernel", "Need", "Package", "Plan", "Tolerance", "all_kernels", "all_of", "arch",
-    "arch_from", "at_most", "broken_kernels", "demand", "device", "dtypes", "extent_at_least", "extent_at_most", "kernel_names",
-    "kernels_of", "multiple_of", "one_of", "register", "without",
-]  # fmt: skip
+    "Capture",
+    "CONTRACT",
+    "Core",
+    "Inline",
+    "Invariant",
+    "Kernel",
+    "Need",
+    "Package",
+    "Plan",
+    "Tolerance",
+    "all_kernels",
+    "all_of",
+    "arch",
+    "arch_from",
+    "at_most",
+    "broken_kernels",
+    "demand",
+    "device",
+    "dtypes",
+    "extent_at_least",
+    "extent_at_most",
+    "kernel_names",
+    "kernels_of",
+    "multiple_of",
+    "one_of",
+    "register",
+    "without",
+]
 
 CONTRACT = 2
-"""Version of a Kernel's promises and of its arguments. Raised when an existing kernel would have to change."""
+"""Version of a Kernel's promises and of its arguments. Raised when an existing kernel would have to
+change."""
 
 FAILURES = (Exception, SystemExit)
 """Errors of a kernel's own code that become refusals: all but KeyboardInterrupt."""
@@ -60,26 +86,38 @@ FAILURES = (Exception, SystemExit)
 
 @dataclass(frozen=True)
 class Failed(Refusal):
-    """A kernel did not answer: it raised, or gave no answer that can be used. Selection asks it again the next time."""
+    """A kernel did not answer: it raised, or gave no answer that can be used. Selection asks it
+    again the next time."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation of one op. Where `needs`, a probe or a function of the Problem raises or gives no answer, it refuses.
+    """One implementation of one op. Where `needs`, a probe or a function of the Problem raises or
+    gives no answer, it refuses.
 
-    name: also the overload's name, the `kernel=` argument and the test id. op: the op it implements.
-    run: takes a call, the op's record, and returns the op's results; torch tensors in the op's own layouts.
-    takes: the optional arguments that the kernel understands, hints and promises apart. A call that asks for another is refused.
+    name: also the overload's name, the `kernel=` argument and the test id. op: the op it
+    implements.
+    run: takes a call, the op's record, and returns the op's results; torch tensors in the op's own
+    layouts.
+    takes: the optional arguments that the kernel understands, hints and promises apart. A call that
+    asks for another is refused.
     dtypes: those of the op's first tensor (the query, where there is one).
     kv_dtypes: those of keys, values and pages; None: the dtype of the first tensor, no other.
-    needs: further demands on the Problem. packages: must be installed. probe: a further check of the machine, no imports.
-    cost_us: estimated device microseconds, for calls that no table of measured times covers; the least of the op's kernels wins.
-    ahead: takes a call on fake tensors, and begins to build what `run` of such a call will wait for, as a kernel to compile; of None, what
+    needs: further demands on the Problem. packages: must be installed. probe: a further check of
+    the machine, no imports.
+    cost_us: estimated device microseconds, for calls that no table of measured times covers; the
+    least of the op's kernels wins.
+    ahead: takes a call on fake tensors, and begins to build what `run` of such a call will wait
+    for, as a kernel to compile; of None, what
         any call will wait for. It returns at once. None: nothing to build.
-    judge: the plain body that all others are compared with. No estimate chooses it on a GPU where another kernel can run.
-    workspace_bytes: how much scratch, zeroed once, a call must bring: a pure function of a Problem that meets the needs.
-    invariant: None: results depend on the batch. inline: None: the kernel is called. capture, tolerance, plan: see the records.
-    repeats: further demands on the Problem for equal bits at every run, where its field `repeatable`
+    judge: the plain body that all others are compared with. No estimate chooses it on a GPU where
+    another kernel can run.
+    workspace_bytes: how much scratch, zeroed once, a call must bring: a pure function of a Problem
+    that meets the needs.
+    invariant: None: results depend on the batch. inline: None: the kernel is called. capture,
+    tolerance, plan: see the records.
+    repeats: further demands on the Problem for equal bits at every run, where its field
+    `repeatable`
         asks for them. None: never, for programs add to a number in the order in which they come.
     contract: the version that the kernel was written for.
     """
@@ -119,7 +157,8 @@ class Kernel:
             object.__setattr__(self, "ahead", placed(self.ahead))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Its functions cannot be handed to another process, which has a kernel of this name of its own.
+        # Its functions cannot be handed to another process, which has a kernel of this name of its
+        # own.
         return _kernel_there, (self.op, self.name, self.about)
 
     def __copy__(self) -> Kernel:
@@ -134,7 +173,8 @@ class Kernel:
         return out or self._asked("probe", () if self.probe is None else (self.probe,), target)
 
     def unmet(self, problem: Problem, brief: bool = False) -> tuple[Refusal, ...]:
-        """The demands of the kernel that `problem` does not meet, on any machine. brief: one will do."""
+        """The demands of the kernel that `problem` does not meet, on any machine. brief: one will
+        do."""
         unlisted = tuple(self._unlisted(problem))
         if brief and unlisted:
             return unlisted
@@ -143,7 +183,9 @@ class Kernel:
 
     def _unlisted(self, problem: Problem) -> Iterator[Refusal]:
         """Features, arguments and dtypes that the kernel does not list."""
-        yield from (refusal for refusal, arguments in features(problem) if self.takes.isdisjoint(arguments))
+        yield from (
+            refusal for refusal, arguments in features(problem) if self.takes.isdisjoint(arguments)
+        )
         for a in sorted(problem.asks - self.takes):
             yield Refusal(a, "asked for", f"not, for the kernel does not list {a}")
         if problem.dtype not in self.dtypes:
@@ -153,20 +195,28 @@ class Kernel:
             yield Refusal("kv_dtype", problem.kv_dtype, " | ".join(map(name_of, stored)))
 
     def refusals(self, problem: Problem, brief: bool = False) -> tuple[Refusal, ...]:
-        """Every reason this kernel cannot take `problem`, or be compared with others by cost; brief: one will do."""
+        """Every reason this kernel cannot take `problem`, or be compared with others by cost;
+        brief: one will do."""
         absences = self.absences(problem.target)
         if brief and absences:
             return absences
         unmet = self.unmet(problem, brief)
         if problem.step.capturing and self.capture is Capture.NEVER:
-            unmet += (Refusal("capture", self.capture.value, f"{Capture.WHOLE.value}: a CUDA graph is being captured"),)
+            unmet += (
+                Refusal(
+                    "capture",
+                    self.capture.value,
+                    f"{Capture.WHOLE.value}: a CUDA graph is being captured",
+                ),
+            )
         if not unmet and self.workspace_bytes is not None:
             unmet = self._asked("workspace_bytes", (self._enough,), problem)
         out = absences + unmet or self._asked("inline.when", (self._placed,), problem)
         return out or self._asked("cost_us", (self._priced,), problem)
 
     def varies(self, problem: Problem) -> tuple[Refusal, ...]:
-        """Why a request's result may depend on its batch mates, whatever the policy. Empty: under a deterministic one it does not."""
+        """Why a request's result may depend on its batch mates, whatever the policy. Empty: under a
+        deterministic one it does not."""
         if self.invariant is None:
             return (Refusal("batch_invariant", False, "True (policy.deterministic)"),)
         return self._asked("invariant.needs", self.invariant.needs, problem)
@@ -180,16 +230,28 @@ class Kernel:
             return (Refusal("repeatable", problem.step.repeatable, want),)
         return self._asked("repeats", self.repeats, problem)
 
-    def _asked(self, what: str, questions: Iterable[Callable[[Any], Any]], about: object, brief: bool = False) -> tuple[Refusal, ...]:
+    def _asked(
+        self,
+        what: str,
+        questions: Iterable[Callable[[Any], Any]],
+        about: object,
+        brief: bool = False,
+    ) -> tuple[Refusal, ...]:
         """The refusals among the answers, or the first of them. An error is one."""
         out = []
         for question in questions:
             try:
                 answer = question(about)
             except FAILURES as error:
-                answer = Failed(f"{self.name}.{what}", said(error), "no error: the kernel's own code raised it")
+                answer = Failed(
+                    f"{self.name}.{what}", said(error), "no error: the kernel's own code raised it"
+                )
             if answer is not None:
-                odd = Failed(f"{self.name}.{what}", f"an answer of type {type(answer).__name__}", "None or a Refusal")
+                odd = Failed(
+                    f"{self.name}.{what}",
+                    f"an answer of type {type(answer).__name__}",
+                    "None or a Refusal",
+                )
                 out.append(answer if isinstance(answer, Refusal) else odd)
                 if brief:
                     break
@@ -201,12 +263,20 @@ class Kernel:
         if type(size) is not int or size < 0:
             return Failed(f"{self.name}.workspace_bytes", size, "an int >= 0")
         want = f">= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes"
-        return Refusal("workspace", f"{problem.step.workspace} bytes", want) if problem.step.workspace < size else None
+        return (
+            Refusal("workspace", f"{problem.step.workspace} bytes", want)
+            if problem.step.workspace < size
+            else None
+        )
 
     def _priced(self, problem: Problem) -> Refusal | None:
-        # A time that a plan was made for is compared with that of a call without, so both are asked for.
+        # A time that a plan was made for is compared with that of a call without, so both are asked
+        # for.
         planned = self.plan.device is not None and problem.step.plan == "none"
-        times = [self.cost_us(p) for p in ((problem, altered(problem, plan="device")) if planned else (problem,))]
+        times = [
+            self.cost_us(p)
+            for p in ((problem, altered(problem, plan="device")) if planned else (problem,))
+        ]
         for us in (*times, self.steady_us(problem)):
             if not isinstance(us, Real) or isinstance(us, bool) or not 0 <= float(us) < inf:
                 return Failed(f"{self.name}.cost_us", us, "a finite number >= 0")
@@ -218,7 +288,9 @@ class Kernel:
 
     def steady_us(self, problem: Problem) -> float:
         """As `cost_us`, under a deterministic policy."""
-        return (self.invariant.cost_us if self.invariant and self.invariant.cost_us else self.cost_us)(problem)
+        return (
+            self.invariant.cost_us if self.invariant and self.invariant.cost_us else self.cost_us
+        )(problem)
 
     @property
     def core(self) -> Core | None:
@@ -227,12 +299,14 @@ class Kernel:
 
     @property
     def foreign(self) -> bool:
-        """May `run` launch on the current GPU, whatever GPU holds its tensors? Torch's own ops launch where their tensors are."""
+        """May `run` launch on the current GPU, whatever GPU holds its tensors? Torch's own ops
+        launch where their tensors are."""
         return bool(self.packages) or not str(origin(self.run).__module__).startswith("attnops.")
 
     @property
     def fused(self) -> bool:
-        """Is the kernel always plain torch in the caller's graph, so that there is no call of it to time?"""
+        """Is the kernel always plain torch in the caller's graph, so that there is no call of it to
+        time?"""
         return self.inline == Inline()
 
     def absences_key(self) -> str:
@@ -240,8 +314,11 @@ class Kernel:
         return ";".join(map(str, self.absences(Target()))) if self.packages else "own"
 
     def versions(self) -> tuple[str, ...]:
-        """`module==version` of its packages, or of those that serve in their place, for cache keys and reports."""
-        return tuple(f"{p.module}=={p.version()}" for p in (each.used(Target()) for each in self.packages))
+        """`module==version` of its packages, or of those that serve in their place, for cache keys
+        and reports."""
+        return tuple(
+            f"{p.module}=={p.version()}" for p in (each.used(Target()) for each in self.packages)
+        )
 
 
 def _kernel_there(op: str, name: str, about: str) -> Kernel:
@@ -262,9 +339,11 @@ def said(error: BaseException) -> str:
 
 @dataclass
 class Registry:
-    """All kernels by op and name, and the checks and listeners for new ones. waiting: kernels of an open `together`.
+    """All kernels by op and name, and the checks and listeners for new ones. waiting: kernels of an
+    open `together`.
 
-    Calls of other threads read `kernels` at any time, so a registration replaces it, under `lock`, and changes no dict in place.
+    Calls of other threads read `kernels` at any time, so a registration replaces it, under `lock`,
+    and changes no dict in place.
     """
 
     kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
@@ -295,11 +374,19 @@ _REGISTRY = Registry()
 
 
 def register(kernel: Kernel) -> Kernel:
-    """Add `kernel` to the registry. Raises ContractMismatch or RegistrationError; a refused kernel leaves no trace."""
+    """Add `kernel` to the registry. Raises ContractMismatch or RegistrationError; a refused kernel
+    leaves no trace."""
     if kernel.contract != CONTRACT:
         raise ContractMismatch(kernel.name, kernel.contract, CONTRACT)
-    if not isinstance(kernel.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", kernel.name) or kernel.name == "default":
-        raise RegistrationError(f"kernel name: got {kernel.name!r}, want lower-case letters, digits and _, and not 'default'")
+    if (
+        not isinstance(kernel.name, str)
+        or not re.fullmatch(r"[a-z][a-z0-9_]*", kernel.name)
+        or kernel.name == "default"
+    ):
+        raise RegistrationError(
+            f"kernel name: got {kernel.name!r}, want lower-case letters, digits and _, and not "
+            "'default'"
+        )
     with _REGISTRY.lock:
         known = _REGISTRY.kernels.get(kernel.op, {})
         if kernel.name in known:
@@ -316,7 +403,8 @@ def register(kernel: Kernel) -> Kernel:
 
 @contextmanager
 def together() -> Iterator[list[Kernel]]:
-    """Kernels registered within the block count together: all of them at its end, none where it raises."""
+    """Kernels registered within the block count together: all of them at its end, none where it
+    raises."""
     new: list[Kernel] = []
     outer, _REGISTRY.waiting = _REGISTRY.waiting, new
     try:
@@ -373,7 +461,8 @@ def renew() -> None:
 
 
 def on_register(listener: Callable[[Kernel], None], check: Callable[[Kernel], None]) -> None:
-    """Call `check`, which may raise, and then `listener` for every kernel there is and every kernel to come."""
+    """Call `check`, which may raise, and then `listener` for every kernel there is and every kernel
+    to come."""
     for kernel in all_kernels():
         check(kernel)
         listener(kernel)
@@ -382,16 +471,23 @@ def on_register(listener: Callable[[Kernel], None], check: Callable[[Kernel], No
 
 
 def own_kernel(op: str, name: str | None) -> str | None:
-    """`name` where `op` has a kernel of that name, else None: one name is forced on those ops of several that know it."""
+    """`name` where `op` has a kernel of that name, else None: one name is forced on those ops of
+    several that know it."""
     return name if name in kernels_of(op) else None
 
 
 def check_kernel(kernel: str, ops: tuple[str, ...]) -> None:
     """Raise UnknownKernel unless one of `ops` has a kernel of that name."""
     if not any(kernel in kernels_of(op) for op in ops):
-        fail(UnknownKernel, kernel, " | ".join(ops), tuple(dict.fromkeys(name for op in ops for name in kernels_of(op))))
+        fail(
+            UnknownKernel,
+            kernel,
+            " | ".join(ops),
+            tuple(dict.fromkeys(name for op in ops for name in kernels_of(op))),
+        )
 
 
 def deterministic(policy: str) -> bool:
-    """Does the policy of this key demand results that do not depend on batch mates? Kernels get the key as `call.policy`."""
+    """Does the policy of this key demand results that do not depend on batch mates? Kernels get the
+    key as `call.policy`."""
     return "deterministic" in policy and "deterministic" in policy.split(";")

@@ -1,7 +1,9 @@
-"""What a kernel needs: of a call, by the names of a Problem's fields, and of the packages on the machine.
+"""What a kernel needs: of a call, by the names of a Problem's fields, and of the packages on the
+machine.
 
-A name that is no field of a Problem, or a value that such a field never has, is a RegistrationError where the need is built.
-Packages are looked for without an import. Versions compare as in torch's copy of `packaging`.
+A name that is no field of a Problem, or a value that such a field never has, is a RegistrationError
+where the need is built. Packages are looked for without an import. Versions compare as in torch's
+copy of `packaging`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnops.core.errors import MissingExtra, RegistrationError
-from attnops.core.problem import LEAVES, Problem, Refusal, Target, Visibility, leaf, told_by, value_of
+from attnops.core.problem import (
+    LEAVES,
+    Problem,
+    Refusal,
+    Target,
+    Visibility,
+    leaf,
+    told_by,
+    value_of,
+)
 from attnops.core.record import RECORDS, Fact, Spec
 from attnops.on_import import Finder
 
@@ -33,18 +44,26 @@ else:
 _LONGEST = 200
 
 Need = Callable[[Problem], Refusal | None]
-"""A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports and never touches a device."""
+"""A demand on a Problem: None when it is met, the Refusal when it is not. Pure; it never imports
+and never touches a device."""
 
-_TYPES: dict[str, str] = {n: str(f.type) for n, f in LEAVES.items()} | {"group_size": "int", "windowed": "bool"}
+_TYPES: dict[str, str] = {n: str(f.type) for n, f in LEAVES.items()} | {
+    "group_size": "int",
+    "windowed": "bool",
+}
 _VALUES: dict[str, type] = {"int": int, "bool": bool, "str": str, "torch.dtype": torch.dtype}
 
 
 def _known(name: str, *types: str) -> None:
-    """Raise RegistrationError unless `name` is a field of Problem, of one of `types` where some are given."""
+    """Raise RegistrationError unless `name` is a field of Problem, of one of `types` where some are
+    given."""
     if name not in _TYPES:
         raise RegistrationError(f"need: got the field {name!r}, want one of {', '.join(_TYPES)}")
     if types and _TYPES[name] not in types:
-        raise RegistrationError(f"need: got the field {name!r}, which is of type {_TYPES[name]}, want one of type {' | '.join(types)}")
+        raise RegistrationError(
+            f"need: got the field {name!r}, which is of type {_TYPES[name]}, want one of type "
+            f"{' | '.join(types)}"
+        )
 
 
 def one_of(name: str, *values: object) -> Need:
@@ -52,8 +71,14 @@ def one_of(name: str, *values: object) -> Need:
     _known(name)
     wanted = _VALUES.get(_TYPES[name], object)
     if wrong := [v for v in values if not isinstance(v, wanted)]:
-        raise RegistrationError(f"need: got {wrong[0]!r} for the field {name!r}, want a value of type {_TYPES[name]}")
-    return _of(name, " | ".join(str(v).removeprefix("torch.") for v in values), lambda value: value in values)
+        raise RegistrationError(
+            f"need: got {wrong[0]!r} for the field {name!r}, want a value of type {_TYPES[name]}"
+        )
+    return _of(
+        name,
+        " | ".join(str(v).removeprefix("torch.") for v in values),
+        lambda value: value in values,
+    )
 
 
 def _of(name: str, want: str, fits: Callable[[Any], bool]) -> Need:
@@ -72,7 +97,9 @@ def dtypes(*values: torch.dtype) -> Need:
 
     def need(p: Problem) -> Refusal | None:
         if p.kv_dtype != p.dtype:
-            return Refusal("kv_dtype", p.kv_dtype, f"the query's {str(p.dtype).removeprefix('torch.')}")
+            return Refusal(
+                "kv_dtype", p.kv_dtype, f"the query's {str(p.dtype).removeprefix('torch.')}"
+            )
         return shared(p)
 
     return need
@@ -110,7 +137,11 @@ def arch(*families: int) -> Need:
 
 def arch_from(least: int) -> Need:
     """CUDA, with a compute capability of at least `least` (80 for SM80)."""
-    return _of("target", f"CUDA, sm{least} or newer", lambda target: target.device == "cuda" and target.arch >= least)
+    return _of(
+        "target",
+        f"CUDA, sm{least} or newer",
+        lambda target: target.device == "cuda" and target.arch >= least,
+    )
 
 
 def device(*kinds: str) -> Need:
@@ -119,21 +150,29 @@ def device(*kinds: str) -> Need:
         try:
             torch.device(kind)
         except RuntimeError:
-            raise RegistrationError(f"need: got the device {kind!r}, want a kind that torch knows, e.g. cuda") from None
-    return lambda p: None if p.target.device in kinds else Refusal("device", p.target.device, " | ".join(kinds))
+            raise RegistrationError(
+                f"need: got the device {kind!r}, want a kind that torch knows, e.g. cuda"
+            ) from None
+    return lambda p: (
+        None if p.target.device in kinds else Refusal("device", p.target.device, " | ".join(kinds))
+    )
 
 
 def without(*names: str) -> tuple[Need, ...]:
     """None of these features is asked for: each named field is False, "none" or unset."""
     for name in names:
         _known(name)
-    return tuple(_of(n, "none" if _TYPES[n] == "str" else "no", lambda value: value in (False, "none", None)) for n in names)
+    return tuple(
+        _of(n, "none" if _TYPES[n] == "str" else "no", lambda value: value in (False, "none", None))
+        for n in names
+    )
 
 
 def demand(field: str, want: str, fits: Callable[[Problem], bool], on: str = "") -> Need:
     """The Problem `fits`. field: refused otherwise; several as "head_dim, v_head_dim".
 
-    want: may hold fields as "{p.head_dim}". on: the kind of device where this is demanded; "": everywhere.
+    want: may hold fields as "{p.head_dim}". on: the kind of device where this is demanded; "":
+    everywhere.
     """
     names = field.split(", ")
     for name in names:
@@ -158,7 +197,8 @@ _ORDER = {name: place for place, name in enumerate(LEAVES)}
 
 
 def features(p: Problem) -> Iterator[tuple[Refusal, tuple[str, ...]]]:
-    """(its refusal, the op's arguments that carry it) of each feature that `p` asks for; a kernel that takes it names one of them.
+    """(its refusal, the op's arguments that carry it) of each feature that `p` asks for; a kernel
+    that takes it names one of them.
 
     No argument carries a feature that the op does not have, so no kernel takes it.
     """
@@ -174,15 +214,20 @@ def features(p: Problem) -> Iterator[tuple[Refusal, tuple[str, ...]]]:
 
 @functools.cache
 def _looked_at(record: Spec, records: int) -> tuple[tuple[Fact, Any, tuple[str, ...]], ...]:
-    """(a feature, its neutral value, the arguments that carry it), in the order of a Problem's fields.
+    """(a feature, its neutral value, the arguments that carry it), in the order of a Problem's
+    fields.
 
     They are the op's own and those of other ops. records: how many records there are.
     """
     if not record.features:
         return ()
     every = {fact for other in RECORDS.values() for fact in other.features}
-    foreign = {fact for fact in every if fact not in record.features and not _is_a_hint(record, fact)}
-    ordered = sorted({*record.features, *foreign}, key=lambda fact: (_ORDER[fact.field], fact.part or 0))
+    foreign = {
+        fact for fact in every if fact not in record.features and not _is_a_hint(record, fact)
+    }
+    ordered = sorted(
+        {*record.features, *foreign}, key=lambda fact: (_ORDER[fact.field], fact.part or 0)
+    )
     return tuple((fact, _neutral(record, fact), _carriers(record, fact)) for fact in ordered)
 
 
@@ -213,15 +258,18 @@ def _refusal(fact: Fact, value: Any, neutral: Any) -> Refusal:
     return Refusal(fact.field, value, want)
 
 
-# Packages ---------------------------------------------------------------------------------------------------------------
+# Packages -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Package:
-    """A Python package a kernel needs. module: the name to import. dists: the names it is installed under.
+    """A Python package a kernel needs. module: the name to import. dists: the names it is installed
+    under.
 
-    at_least, below: the first version that has `holds`, and the first that no longer has it; "" leaves a side open.
-    unfit: why an installed package cannot be used on this machine, or None; it is asked for the machine at hand alone.
+    at_least, below: the first version that has `holds`, and the first that no longer has it; ""
+    leaves a side open.
+    unfit: why an installed package cannot be used on this machine, or None; it is asked for the
+    machine at hand alone.
     other: a package that serves as well where this one is absent.
     """
 
@@ -237,10 +285,14 @@ class Package:
     def __post_init__(self) -> None:
         for field in ("at_least", "below"):
             if (bound := getattr(self, field)) and parse(bound) is None:
-                raise RegistrationError(f"package {self.module}: {field} got {bound!r}, want a version as PEP 440 writes it")
+                raise RegistrationError(
+                    f"package {self.module}: {field} got {bound!r}, want a version as PEP 440 "
+                    "writes it"
+                )
 
     def missing(self, target: Target) -> Refusal | None:
-        """Is it absent on `target`, and its `other` with it? Looks for files and metadata, without an import."""
+        """Is it absent on `target`, and its `other` with it? Looks for files and metadata, without
+        an import."""
         why = self.absent(target)
         if why is None or self.other is None:
             return why
@@ -262,13 +314,19 @@ class Package:
         return None
 
     def _not_there(self) -> Refusal:
-        bounds = ",".join(f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+        bounds = ",".join(
+            f"{sign}{v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v
+        )
         wanted = f"'{self.dists[0]}{bounds}'" if bounds else self.dists[0]
         return Refusal("package", f"{self.module} missing", self.install or f"pip install {wanted}")
 
     def used(self, target: Target) -> Package:
         """This package, or the `other` where that one serves `target` in its place."""
-        if self.other is None or self.absent(target) is None or self.other.missing(target) is not None:
+        if (
+            self.other is None
+            or self.absent(target) is None
+            or self.other.missing(target) is not None
+        ):
             return self
         return self.other.used(target)
 
@@ -282,12 +340,19 @@ class Package:
         return within(version, self.at_least, self.below)
 
     def versions(self) -> str:
-        """The bounds in words, "" when there are none: `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`, and those of its `other`."""
-        beside = "" if self.other is None else f", or {self.other.module} {self.other.versions()}".rstrip()
+        """The bounds in words, "" when there are none:
+        `>= 0.3.18, < 0.4.7 (holds cutlass_mla_decode)`, and those of its `other`."""
+        beside = (
+            ""
+            if self.other is None
+            else f", or {self.other.module} {self.other.versions()}".rstrip()
+        )
         return self._bounds() + beside
 
     def _bounds(self) -> str:
-        bounds = ", ".join(f"{sign} {v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v)
+        bounds = ", ".join(
+            f"{sign} {v}" for sign, v in ((">=", self.at_least), ("<", self.below)) if v
+        )
         return f"{bounds} (holds {self.holds})" if bounds and self.holds else bounds
 
     def version(self) -> str | None:
@@ -310,7 +375,8 @@ def _installed(module: str) -> bool:
 
 
 def _found(name: str) -> ModuleSpec | None:
-    """The spec of a module without a parent. Finders that only wait for an import, and those without `find_spec`, are not asked."""
+    """The spec of a module without a parent. Finders that only wait for an import, and those
+    without `find_spec`, are not asked."""
     for finder in sys.meta_path:
         find = None if isinstance(finder, Finder) else getattr(finder, "find_spec", None)
         spec: ModuleSpec | None = None if find is None else find(name, None)
@@ -336,7 +402,8 @@ def require(packages: tuple[str, ...], extra: str) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Version | None:
-    """The version without its local part (`+cu130`), which no bound asks for; None where `text` is no version of PEP 440."""
+    """The version without its local part (`+cu130`), which no bound asks for; None where `text` is
+    no version of PEP 440."""
     try:
         return Version(Version(text).public) if len(text) <= _LONGEST else None
     except InvalidVersion:
@@ -344,7 +411,8 @@ def parse(text: str) -> Version | None:
 
 
 def within(version: str, at_least: str, below: str) -> bool:
-    """Does `>=at_least, <below` admit the version? "" leaves a side open; a pre-release of `below` is not below it."""
+    """Does `>=at_least, <below` admit the version? "" leaves a side open; a pre-release of `below`
+    is not below it."""
     given, least, bound = parse(version), parse(at_least), parse(below)
     if given is None:
         return not at_least and not below
@@ -352,5 +420,7 @@ def within(version: str, at_least: str, below: str) -> bool:
         return not below and (least is None or given >= least)
     # A pre-release of 1.0 is not below 1.0, though it came before it; below 1.0.post1 it is.
     final = not bound.is_prerelease and not bound.is_postrelease
-    before = given.is_prerelease and final and Version(given.base_version) == Version(bound.base_version)
+    before = (
+        given.is_prerelease and final and Version(given.base_version) == Version(bound.base_version)
+    )
     return not before and (least is None or given >= least)

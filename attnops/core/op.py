@@ -35,15 +35,17 @@ OPS: dict[str, Op] = {}
 """Every op by name, in order of definition."""
 
 UNREAD = "unread"
-"""`<op>__unread` is what a compiled graph calls for an op whose data decide a size, where nothing reads the result."""
+"""`<op>__unread` is what a compiled graph calls for an op whose data decide a size, where nothing
+reads the result."""
 
 _WATCHERS: list[Callable[[Op, Problem, Any], None]] = []
 _TRACE_HOOKS: list[Callable[[], None]] = []
 _REPLACED: list[Any] = []
 """Functions of packets that a further overload has replaced.
 
-torch.jit knows an op by the address of such a function, and never forgets one. Each stays here, so that
-no other object gets its address: a list of a module that did would be "a builtin" to torch.jit.script.
+torch.jit knows an op by the address of such a function, and never forgets one. Each stays here, so
+that no other object gets its address: a list of a module that did would be "a builtin" to
+torch.jit.script.
 """
 
 
@@ -52,12 +54,17 @@ class Op(Eager):
     """A contract: the arguments and the result, not the way there.
 
     call: the record of its arguments. reference: the op in plain torch, a function of a call.
-    autograd: takes (a function that runs a call, the call) where an input requires grad; without it such a call raises NoGradient.
-    once: inputs may require grad, and the backward raises NoGradient: torch.func.grad has the inputs of every gradient require grad.
-    flops: the operations of its products, as an expression of the names in the record's layouts; "" for an op without products.
-    per_layer: a model calls it once a layer, and no compiler fuses it. A compiled step is cut there: the pieces of all layers are equal.
+    autograd: takes (a function that runs a call, the call) where an input requires grad; without it
+    such a call raises NoGradient.
+    once: inputs may require grad, and the backward raises NoGradient: torch.func.grad has the
+    inputs of every gradient require grad.
+    flops: the operations of its products, as an expression of the names in the record's layouts; ""
+    for an op without products.
+    per_layer: a model calls it once a layer, and no compiler fuses it. A compiled step is cut
+    there: the pieces of all layers are equal.
     typical: Problems of usual calls, by the fields of a Problem, the most usual first.
-    shown: features by name that tables of kernels have for it beside those of its optional arguments, which all have.
+    shown: features by name that tables of kernels have for it beside those of its optional
+    arguments, which all have.
     by_torch: a function of a call in torch's own ops, for torch.onnx.export, which knows no others.
     """
 
@@ -81,10 +88,11 @@ class Op(Eager):
         return schema(self.spec)
 
     def of_family(self, file: str, table: str) -> Any:
-        """What a module of the op's family says of the op in a dict by op; None where there is no such module, or not this op in it.
+        """What a module of the op's family says of the op in a dict by op; None where there is no
+        such module, or not this op in it.
 
-        They are imported when they are first asked for: `cases.CASES`, `bound.BOUNDS`, `bound.COMPARED`, `timed.TIMED`,
-        `timed.VALUES`, `vendors.VENDORS`.
+        They are imported when they are first asked for: `cases.CASES`, `bound.BOUNDS`,
+        `bound.COMPARED`, `timed.TIMED`, `timed.VALUES`, `vendors.VENDORS`.
         """
         module = f"{self.call.__module__.rpartition('.')[0]}.{file}"
         try:
@@ -104,7 +112,8 @@ class Op(Eager):
 
 
 def define(op: Op) -> Op:
-    """Define the torch op, its fake, its eager dispatch, and an overload for every kernel that is or will be registered."""
+    """Define the torch op, its fake, its eager dispatch, and an overload for every kernel that is
+    or will be registered."""
     OPS[op.name] = op
     _define_overload(op, op.name, op.run, chooses=True)
     refuse_others(_LIB, op.packet)
@@ -114,19 +123,31 @@ def define(op: Op) -> Op:
 def check_binding(kernel: Kernel) -> None:
     """Raise RegistrationError for a kernel that can have no overload."""
     if kernel.op not in OPS:
-        fail(RegistrationError, f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}")
+        fail(
+            RegistrationError,
+            f"kernel {kernel.name}: op got {kernel.op!r}, want one of {', '.join(OPS)}",
+        )
     spec = OPS[kernel.op].spec
-    listable = spec.optional | {a.name for a in spec.args if a.hint}  # `holes`: the kernel looks for ids of no page itself
+    listable = spec.optional | {
+        a.name for a in spec.args if a.hint
+    }  # `holes`: the kernel looks for ids of no page itself
     if wrong := sorted(kernel.takes - listable):
         want = f"arguments of {kernel.op}: {', '.join(sorted(listable))}"
         fail(RegistrationError, f"kernel {kernel.name}: takes got {wrong[0]!r}, want {want}")
     if hasattr(OPS[kernel.op].packet, kernel.name) or keyword.iskeyword(kernel.name):
-        fail(RegistrationError, f"kernel name: got {kernel.name!r}, want no word of Python and no attribute of torch ops")
+        fail(
+            RegistrationError,
+            f"kernel name: got {kernel.name!r}, want no word of Python and no attribute of torch "
+            "ops",
+        )
     if kernel.core is not None:
         try:
             torch._C.parse_schema(f"attnops::{kernel.op}__{kernel.name}{kernel.core.schema}")
         except RuntimeError as error:
-            raise RegistrationError(f"kernel {kernel.name}: core.schema got {kernel.core.schema!r}, want a schema ({error})") from None
+            raise RegistrationError(
+                f"kernel {kernel.name}: core.schema got {kernel.core.schema!r}, want a schema "
+                f"({error})"
+            ) from None
 
 
 def bind(kernel: Kernel) -> None:
@@ -138,7 +159,8 @@ def bind(kernel: Kernel) -> None:
     run = _outside_of_captures(kernel) if never else answering(kernel)
     _define_overload(op, f"{op.name}.{kernel.name}", run, tags=tags)
     if kernel.core is not None:
-        # Not an overload: when overloads of two schemas are taken down at exit, PyTorch asks one that is gone for its schema.
+        # Not an overload: when overloads of two schemas are taken down at exit, PyTorch asks one
+        # that is gone for its schema.
         define_core(f"{op.name}__{kernel.name}", kernel.core, tags)
 
 
@@ -148,17 +170,25 @@ def bind_all() -> None:
 
 
 def watch(watcher: Callable[[Op, Problem, Any], None]) -> Callable[[], None]:
-    """Call `watcher(op, problem, call)` for every call traced with fake tensors. Returns a function that ends it."""
+    """Call `watcher(op, problem, call)` for every call traced with fake tensors. Returns a function
+    that ends it."""
     _WATCHERS.append(watcher)
     return lambda: _WATCHERS.remove(watcher)
 
 
 def on_trace(hook: Callable[[], None]) -> None:
-    """Call `hook` when a compiler first traces an op: the lowering, which imports this module, installs itself then."""
+    """Call `hook` when a compiler first traces an op: the lowering, which imports this module,
+    installs itself then."""
     _TRACE_HOOKS.append(hook)
 
 
-def _define_overload(op: Op, name: str, run: Callable[[Any], Any], chooses: bool = False, tags: tuple[torch.Tag, ...] = ()) -> None:
+def _define_overload(
+    op: Op,
+    name: str,
+    run: Callable[[Any], Any],
+    chooses: bool = False,
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
     record = op.call
 
     def body(*args: Any, **kwargs: Any) -> Any:
@@ -171,8 +201,13 @@ def _define_overload(op: Op, name: str, run: Callable[[Any], Any], chooses: bool
     if hasattr(torch.ops.attnops, op.name):
         _REPLACED.append(op.packet._op)
     # A custom lowering loses the default constraint on strides; the tag brings it back.
-    _LIB.define(f"{name}{schema(op.spec)}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
-    _LIB.impl(name, _without_grad(op, body) if op.autograd is None else body, "CompositeExplicitAutograd")
+    _LIB.define(
+        f"{name}{schema(op.spec)}",
+        tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags),
+    )
+    _LIB.impl(
+        name, _without_grad(op, body) if op.autograd is None else body, "CompositeExplicitAutograd"
+    )
     torch.library.register_fake(f"attnops::{name}", _fake(op, chooses), lib=_FAKE_LIB)
     overload = getattr(op.packet, name.partition(".")[2] or "default")
     _LIB.impl(name, _autograd(op, overload), "Autograd")
@@ -216,7 +251,10 @@ def define_core(name: str, core: Core, tags: tuple[torch.Tag, ...] = ()) -> None
         with on_device_of(first):
             return core.run(first, *others)
 
-    _LIB.define(f"{name}{core.schema}", tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags))
+    _LIB.define(
+        f"{name}{core.schema}",
+        tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag, *tags),
+    )
     _LIB.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attnops::{name}", core.fake, lib=_FAKE_LIB)
 
@@ -226,7 +264,11 @@ def _outside_of_captures(kernel: Kernel) -> Callable[[Any], Any]:
 
     def run(call: Any) -> Any:
         if capturing(values(call)[0]):
-            fail(NotCapturable, f"{kernel.op}.{kernel.name}", "its work on the host is not repeated at a replay; call it between graphs")
+            fail(
+                NotCapturable,
+                f"{kernel.op}.{kernel.name}",
+                "its work on the host is not repeated at a replay; call it between graphs",
+            )
         return answers(call)
 
     return run
@@ -264,7 +306,7 @@ def _notify_compiler() -> None:
                 _TRACE_HOOKS.pop()()
 
 
-# Gradients -------------------------------------------------------------------------------------------------------------
+# Gradients ----------------------------------------------------------------------------------------
 
 
 def _refuse_grad(op: Op, call: Call) -> None:
@@ -273,14 +315,20 @@ def _refuse_grad(op: Op, call: Call) -> None:
 
 
 def _refuse_forward(op: Op, call: Call) -> None:
-    """Raise NoGradient where an argument has a tangent, of torch.func.jvp or of forward_ad: it would be lost without a word."""
+    """Raise NoGradient where an argument has a tangent, of torch.func.jvp or of forward_ad: it
+    would be lost without a word."""
     given = zip(call.spec.names, values(call), strict=True)
-    if fields := tuple(n for n, v in given if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None):
+    if fields := tuple(
+        n
+        for n, v in given
+        if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None
+    ):
         fail(NoGradient, op.name, fields, True)
 
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, from below the dispatcher, where torch.func has chosen one of its levels already."""
+    """`function.apply(*args)`, from below the dispatcher, where torch.func has chosen one of its
+    levels already."""
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     from torch._functorch.utils import enable_single_level_autograd_function
@@ -291,13 +339,15 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 @functools.cache
 def _of_one_level(function: type[torch.autograd.Function]) -> Any:
-    """The Function for one level of torch.func, as torch makes it of a Function that has a `setup_context`."""
+    """The Function for one level of torch.func, as torch makes it of a Function that has a
+    `setup_context`."""
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
 def below(run: Callable[[Any], Any], call: Any) -> Any:
-    """`run(call)` in the forward of a Function that is `applied`: the levels of torch.func below its own record their gradients, too."""
+    """`run(call)` in the forward of a Function that is `applied`: the levels of torch.func below
+    its own record their gradients, too."""
     if not torch._C._are_functorch_transforms_active():
         return run(call)
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
@@ -319,7 +369,8 @@ class _Once(torch.autograd.Function):
 
 
 def _without_grad(op: Op, body: Callable[..., Any]) -> Callable[..., Any]:
-    # Under grad mode a kernel's writes would make the cache require a gradient, and the next compile would clone it.
+    # Under grad mode a kernel's writes would make the cache require a gradient, and the next
+    # compile would clone it.
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return body(*args, **kwargs)
@@ -361,7 +412,9 @@ def _autograd(op: Op, overload: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_forward(op, op.call(*args, **kwargs))
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
+        if torch.is_grad_enabled() and any(
+            isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())
+        ):
             call = op.call(*args, **kwargs)
             if op.autograd is not None:
                 return op.autograd(dispatched, call)

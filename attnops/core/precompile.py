@@ -1,4 +1,5 @@
-"""Begins to build what calls will wait for, such as kernels to compile, before the calls are made."""
+"""Begins to build what calls will wait for, such as kernels to compile, before the calls are
+made."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from attnops.core.select import choose
 
 
 def start() -> None:
-    """Have every kernel begin to build what all of its calls will wait for, in a process that is about to call some."""
+    """Have every kernel begin to build what all of its calls will wait for, in a process that is
+    about to call some."""
     for kernel in all_kernels():
         if kernel.ahead is not None:
             with suppress(*FAILURES):
@@ -26,7 +28,8 @@ def start() -> None:
 
 @contextmanager
 def ahead() -> Iterator[None]:
-    """Within the block calls are made on fake tensors, and the kernel that is chosen for each begins to build what it will wait for.
+    """Within the block calls are made on fake tensors, and the kernel that is chosen for each
+    begins to build what it will wait for.
 
     No kernel runs. Real tensors are read as fake ones.
     """
@@ -45,7 +48,8 @@ def ahead() -> Iterator[None]:
 
 
 def begin(kernel: Kernel, call: Any) -> None:
-    """Have `kernel` begin to build what its run of such a call will wait for (`Kernel.ahead`). Its errors are left to the run.
+    """Have `kernel` begin to build what its run of such a call will wait for (`Kernel.ahead`). Its
+    errors are left to the run.
 
     call: of real or fake tensors. A symbolic size is taken for its hint.
     """
@@ -55,17 +59,34 @@ def begin(kernel: Kernel, call: Any) -> None:
     if kernel.ahead is None:
         return
     with suppress(*FAILURES), _disable_current_modes(), FakeTensorMode():
-        kernel.ahead(changed(call, **{a.name: _of_one_size(value) for a, value in zip(call.spec.args, values(call), strict=True)}))
+        kernel.ahead(
+            changed(
+                call,
+                **{
+                    a.name: _of_one_size(value)
+                    for a, value in zip(call.spec.args, values(call), strict=True)
+                },
+            )
+        )
 
 
 def _of_one_size(x: Any) -> Any:
-    """A fake tensor or a number with hints in place of symbols. Raises ValueError for a size without one."""
+    """A fake tensor or a number with hints in place of symbols. Raises ValueError for a size
+    without one."""
     if isinstance(x, torch.SymInt):
         if not x.node.has_hint():
             raise ValueError(f"{x} has no hint")
         return int(x.node.hint)
     if not isinstance(x, Tensor):
         return x
-    shape, strides, offset = ([_of_one_size(n) for n in sizes] for sizes in (x.shape, x.stride(), (x.storage_offset(),)))
-    room = offset[0] + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-    return torch.empty(max(room, 1), dtype=x.dtype, device=x.device).as_strided(shape, strides, offset[0])
+    shape, strides, offset = (
+        [_of_one_size(n) for n in sizes] for sizes in (x.shape, x.stride(), (x.storage_offset(),))
+    )
+    room = (
+        offset[0]
+        + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        + 1
+    )
+    return torch.empty(max(room, 1), dtype=x.dtype, device=x.device).as_strided(
+        shape, strides, offset[0]
+    )

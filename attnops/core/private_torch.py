@@ -49,7 +49,9 @@ tracing = vars(torch._C).get("_is_tracing", torch.jit.is_tracing)  # type: ignor
 """Does torch.jit.trace record the call?"""
 
 must_repeat: Callable[[], bool]
-must_repeat = vars(torch._C).get("_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+must_repeat = vars(torch._C).get(
+    "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
 """Is torch.use_deterministic_algorithms on?"""
 
 only_warns: Callable[[], bool]

@@ -1,4 +1,5 @@
-"""`Problem`: the facts of a call by which a kernel takes or refuses it, and `Refusal`: its reason against the call."""
+"""`Problem`: the facts of a call by which a kernel takes or refuses it, and `Refusal`: its reason
+against the call."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ _USUAL = 1024
 
 @dataclass(frozen=True)
 class Extent:
-    """Bounds of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), and `hint`, a typical value, for costs.
+    """Bounds of a size that may be symbolic: `lo <= size`, `size <= hi` (None: unbounded), and
+    `hint`, a typical value, for costs.
 
-    Concrete sizes are rounded out to powers of two, and the hint up to one of eight steps an octave, so that a growing context
-    does not make a new Problem at every step.
+    Concrete sizes are rounded out to powers of two, and the hint up to one of eight steps an
+    octave, so that a growing context does not make a new Problem at every step.
     """
 
     lo: int = 0
@@ -34,7 +36,8 @@ class Extent:
 
     @classmethod
     def of(cls, size: int | torch.SymInt, typical: int = 1) -> Extent:
-        """The extent of an int (its power-of-two bucket, the hint in it) or of a SymInt (its range; no guard is installed).
+        """The extent of an int (its power-of-two bucket, the hint in it) or of a SymInt (its range;
+        no guard is installed).
 
         typical: the hint of a SymInt that the trace has none for, because only data decide it.
         """
@@ -44,7 +47,8 @@ class Extent:
         if (known := node.maybe_as_int()) is not None:
             return _bucket(known)
         bounds = node.shape_env.bound_sympy(node.expr)
-        # Several infinities stand for an unbounded side, and so does the largest int64. No infinity is an Integer.
+        # Several infinities stand for an unbounded side, and so does the largest int64. No infinity
+        # is an Integer.
         lo = int(bounds.lower) if bounds.lower.is_Integer else 0
         hi = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 2**62 else None
         hint = node.hint if node.has_hint() else None
@@ -53,7 +57,11 @@ class Extent:
         return cls(lo, hi, _bucket(int(hint)).hint)
 
     def __str__(self) -> str:
-        return str(self.lo) if self.lo == self.hi else f"{self.lo}..{'' if self.hi is None else self.hi}"
+        return (
+            str(self.lo)
+            if self.lo == self.hi
+            else f"{self.lo}..{'' if self.hi is None else self.hi}"
+        )
 
 
 ONE = Extent(1, 1, 1)
@@ -66,7 +74,8 @@ def _bucket(n: int) -> Extent:
     if n <= 2:
         return Extent(n, n, n)
     top = 1 << (n - 1).bit_length()
-    # The faster of two kernels changes between one power of two and the next, so the hint is finer (docs/tuning.md).
+    # The faster of two kernels changes between one power of two and the next, so the hint is finer
+    # (docs/tuning.md).
     shift = max(n.bit_length() - 4, 0)
     return Extent(top // 2 + 1, top, -(-n >> shift) << shift)
 
@@ -76,7 +85,8 @@ def alike(size: int) -> tuple[int, int]:
     hint = _bucket(size).hint
     if size <= 2:
         return hint, hint
-    # Steps are as wide as below the octave's end everywhere in it; at the end itself they are twice that, and it is a multiple of both.
+    # Steps are as wide as below the octave's end everywhere in it; at the end itself they are twice
+    # that, and it is a multiple of both.
     top = 1 << (size - 1).bit_length()
     return hint - (1 << max(top.bit_length() - 5, 0)) + 1, hint
 
@@ -97,19 +107,25 @@ class Refusal:
 
 
 GPUS = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 80), "h100": ("NVIDIA H100 80GB HBM3", 90), "h200": ("NVIDIA H200", 90), "b200": ("NVIDIA B200", 100),
+    "a100": ("NVIDIA A100-SXM4-80GB", 80),
+    "h100": ("NVIDIA H100 80GB HBM3", 90),
+    "h200": ("NVIDIA H200", 90),
+    "b200": ("NVIDIA B200", 100),
     "rtx4090": ("NVIDIA GeForce RTX 4090", 89),
-}  # fmt: skip
-"""GPUs by the names that `Target.parse` takes: the name by the driver, as tables of measured times have it, and the architecture."""
+}
+"""GPUs by the names that `Target.parse` takes: the name by the driver, as tables of measured times
+have it, and the architecture."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The machine a choice is made for. device: "cpu", "cuda", or "hip" for an AMD GPU, which torch itself calls "cuda".
+    """The machine a choice is made for. device: "cpu", "cuda", or "hip" for an AMD GPU, which torch
+    itself calls "cuda".
 
-    arch: compute capability times ten (90 for SM90), the hexadecimal number of a gfx name (0x942), 0 on other devices.
-    assume: the modules that are installed; None asks the machine at hand. gpu: the device's name as its driver says it, for measured
-    times; "" where it is not known.
+    arch: compute capability times ten (90 for SM90), the hexadecimal number of a gfx name (0x942),
+    0 on other devices.
+    assume: the modules that are installed; None asks the machine at hand. gpu: the device's name as
+    its driver says it, for measured times; "" where it is not known.
     """
 
     device: str = "cpu"
@@ -119,7 +135,8 @@ class Target:
 
     @classmethod
     def parse(cls, text: str, assume: tuple[str, ...] | None = None) -> Target:
-        """`cpu`, `smNN` such as `sm90`, `gfxNNN` such as `gfx942`, or a name of GPUS. Raises InvalidInput on anything else."""
+        """`cpu`, `smNN` such as `sm90`, `gfxNNN` such as `gfx942`, or a name of GPUS. Raises
+        InvalidInput on anything else."""
         if text == "cpu":
             return cls("cpu", 0, assume)
         if gpu := GPUS.get(text.lower()):
@@ -128,7 +145,12 @@ class Target:
             return cls("cuda", int(m[1]), assume)
         if m := re.fullmatch(r"gfx([\da-f]{3,4})", text):
             return cls("hip", int(m[1], 16), assume)
-        fail(InvalidInput, "target", repr(text), f"cpu, {', '.join(GPUS)}, smNN such as sm80, or gfxNNN such as gfx942")
+        fail(
+            InvalidInput,
+            "target",
+            repr(text),
+            f"cpu, {', '.join(GPUS)}, smNN such as sm80, or gfxNNN such as gfx942",
+        )
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
@@ -172,7 +194,8 @@ def pretended() -> Target | None:
 
 
 def _index(device: torch.device) -> int | None:
-    """The number of a GPU; that of the current one where none is given, once CUDA is initialised."""
+    """The number of a GPU; that of the current one where none is given, once CUDA is
+    initialised."""
     if device.type != "cuda" or device.index is not None or not torch.cuda.is_initialized():
         return device.index
     return torch.cuda.current_device()
@@ -185,15 +208,19 @@ def _target_of(kind: str, index: int | None) -> Target:
     gpu = torch.cuda.get_device_name(index)
     if torch.version.hip:
         # "gfx942:sramecc+:xnack-"
-        return replace(Target.parse(torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]), gpu=gpu)
+        return replace(
+            Target.parse(torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]),
+            gpu=gpu,
+        )
     major, minor = torch.cuda.get_device_capability(index)
     return Target("cuda", major * 10 + minor, gpu=gpu)
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """The keys a query sees, and terms of its softmax. `window` is (left, right) in keys, -1 unbounded; `attention_chunk` in keys, 0 off;
-    `mask` "none", "bool" or "additive". `temperature`: every query token has a factor for its logits.
+    """The keys a query sees, and terms of its softmax. `window` is (left, right) in keys, -1
+    unbounded; `attention_chunk` in keys, 0 off; `mask` "none", "bool" or "additive". `temperature`:
+    every query token has a factor for its logits.
     """
 
     causal: bool = False
@@ -214,9 +241,10 @@ class Visibility:
 
 @dataclass(frozen=True)
 class PageFacts:
-    """`kv_scales`: keys and values have scales, or a latent's query has one. `per_head_scales`: those of keys and values differ by head.
-    `pages_packed`: pages follow one another without gaps. `pages_in_rows`: each begins whole rows after the one before, and its rows
-    follow one another. `pages_alike`: key and value pages have equal strides, multiples of the head dim.
+    """`kv_scales`: keys and values have scales, or a latent's query has one. `per_head_scales`:
+    those of keys and values differ by head. `pages_packed`: pages follow one another without gaps.
+    `pages_in_rows`: each begins whole rows after the one before, and its rows follow one another.
+    `pages_alike`: key and value pages have equal strides, multiples of the head dim.
     """
 
     kv_scales: bool = False
@@ -228,7 +256,8 @@ class PageFacts:
 
 @dataclass(frozen=True)
 class Results:
-    """The results asked for beside the output. `grad`: the call is a backward. `lse_grad`: the lse has a gradient."""
+    """The results asked for beside the output. `grad`: the call is a backward. `lse_grad`: the lse
+    has a gradient."""
 
     lse: bool = False
     grad: bool = False
@@ -238,11 +267,13 @@ class Results:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """`plan` "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the CPU); `workspace` the least bytes of
-    scratch. `padded`: there may be tokens of no request (only packed and paged calls say no). `holes`: there may be ids of no page, which
-    every layer looks for itself. `sizes_equal`: dense only, as many keys as queries. `capturing`: an eager call, into a CUDA graph.
-    `deterministic`: the policy is, and the call as it sees it, of any size. `repeatable`: see `repeatable`.
-    `compiled`: the call is lowered by a compiler, which fuses plain torch with its neighbours; an eager call launches each of its ops.
+    """`plan` "none", "device" (an int32 tensor beside the query) or "host" (an int64 tensor on the
+    CPU); `workspace` the least bytes of scratch. `padded`: there may be tokens of no request (only
+    packed and paged calls say no). `holes`: there may be ids of no page, which every layer looks
+    for itself. `sizes_equal`: dense only, as many keys as queries. `capturing`: an eager call, into
+    a CUDA graph. `deterministic`: the policy is, and the call as it sees it, of any size.
+    `repeatable`: see `repeatable`. `compiled`: the call is lowered by a compiler, which fuses plain
+    torch with its neighbours; an eager call launches each of its ops.
     """
 
     plan: str = "none"
@@ -261,7 +292,8 @@ _NONE = Extent(0, 0, 0)
 
 @dataclass(frozen=True)
 class Extents:
-    """`tokens`: query tokens of the whole call. `batch`: requests. `queries`, `context`: query tokens and keys of a request, at most."""
+    """`tokens`: query tokens of the whole call. `batch`: requests. `queries`, `context`: query
+    tokens and keys of a request, at most."""
 
     tokens: Extent = _NONE
     batch: Extent = _NONE
@@ -278,15 +310,17 @@ ANY = Extents(OPEN, OPEN, OPEN, OPEN)
 
 @dataclass(frozen=True)
 class Problem:
-    """One call without its data, or a kind of call, whose sizes are left open. Hashable; two equal Problems get the same kernel.
+    """One call without its data, or a kind of call, whose sizes are left open. Hashable; two equal
+    Problems get the same kernel.
 
     Fields that do not apply to an op keep their defaults.
 
-    `dtype` of the query (or of what is computed), `kv_dtype` of key, value and pages; uint8: latents in the packed format.
-    Latents: the first `v_head_dim` of the `head_dim` numbers are the value, the other `rope_dim` the rotated key.
-    `in_features`, `out_features`: columns and rows of the weight of a linear layer; of experts, those of a gate. `experts`: how many there
-    are, and `top_k` how many a token chooses.
-    `asks`: arguments that are not neutral and have no field. Names are unique: needs and refusals say `window` for `rules.window`.
+    `dtype` of the query (or of what is computed), `kv_dtype` of key, value and pages; uint8:
+    latents in the packed format. Latents: the first `v_head_dim` of the `head_dim` numbers are the
+    value, the other `rope_dim` the rotated key. `in_features`, `out_features`: columns and rows of
+    the weight of a linear layer; of experts, those of a gate. `experts`: how many there are, and
+    `top_k` how many a token chooses. `asks`: arguments that are not neutral and have no field.
+    Names are unique: needs and refusals say `window` for `rules.window`.
     """
 
     op: str
@@ -318,11 +352,17 @@ class Problem:
 
     @classmethod
     def kind(cls, op: str, **leaves: Any) -> Problem:
-        """A kind of call: of any sizes but those among the fields, e.g. `queries=ONE` of a decode step, on any target.
+        """A kind of call: of any sizes but those among the fields, e.g. `queries=ONE` of a decode
+        step, on any target.
 
-        Keys, values and pages have the query's dtype, and values the key's head dim, unless the fields say otherwise.
+        Keys, values and pages have the query's dtype, and values the key's head dim, unless the
+        fields say otherwise.
         """
-        as_others = {n: leaves[other] for n, other in AS_OTHERS.items() if leaves.get(n) is None and other in leaves}
+        as_others = {
+            n: leaves[other]
+            for n, other in AS_OTHERS.items()
+            if leaves.get(n) is None and other in leaves
+        }
         return altered(cls(op, Target(), sizes=ANY), **leaves | as_others)
 
     @property
@@ -332,13 +372,27 @@ class Problem:
 
     def summary(self) -> str:
         """One line for tables: the fields that differ from their defaults."""
-        skip = {"op", "target", "last_dim_contiguous", "pages_packed", "pages_in_rows", "pages_alike", "sinks_dtype"}
+        skip = {
+            "op",
+            "target",
+            "last_dim_contiguous",
+            "pages_packed",
+            "pages_in_rows",
+            "pages_alike",
+            "sinks_dtype",
+        }
         shown = ((n, leaf(self, n)) for n in LEAVES if n not in skip)
         return " ".join(f"{n}={_short(value)}" for n, value in shown if value != LEAVES[n].default)
 
 
-_RECORDS = {x.name: f.name for f in fields(Problem) if is_dataclass(f.default) for x in fields(f.default)} | {"windowed": "rules"}
-LEAVES = {x.name: x for f in fields(Problem) for x in (fields(f.default) if is_dataclass(f.default) else (f,))}
+_RECORDS = {
+    x.name: f.name for f in fields(Problem) if is_dataclass(f.default) for x in fields(f.default)
+} | {"windowed": "rules"}
+LEAVES = {
+    x.name: x
+    for f in fields(Problem)
+    for x in (fields(f.default) if is_dataclass(f.default) else (f,))
+}
 """Fields of a Problem and of its records, by name."""
 
 
@@ -352,12 +406,15 @@ def altered(problem: Problem, **leaves: Any) -> Problem:
     parts: dict[str, dict[str, Any]] = {}
     for n, value in leaves.items():
         parts.setdefault(_RECORDS.get(n, ""), {})[n] = value
-    own = parts.pop("", {}) | {record: replace(getattr(problem, record), **given) for record, given in parts.items()}
+    own = parts.pop("", {}) | {
+        record: replace(getattr(problem, record), **given) for record, given in parts.items()
+    }
     return replace(problem, **own)
 
 
 def problem_of(call: Call) -> Problem:
-    """The Problem of a call that keeps its op's contract. Heads, head dims and page size become ints, each a guard under a compiler."""
+    """The Problem of a call that keeps its op's contract. Heads, head dims and page size become
+    ints, each a guard under a compiler."""
     spec, sizes = call.spec, sizes_of(call)
     given: dict[str, Any] = dict(zip(spec.names, values(call), strict=True))
     first = values(call)[0]
@@ -368,10 +425,14 @@ def problem_of(call: Call) -> Problem:
         size = eval(code, {"__builtins__": {}}, sizes)
         typical = found["tokens"].hint // _USUAL if field == "batch" and "tokens" in found else 1
         found[field] = Extent.of(size, typical) if field in EXTENTS else int(size)
-    strides = [given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None]
+    strides = [
+        given[a.name].stride(-1) for a in spec.args if a.unit_stride and given[a.name] is not None
+    ]
     found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)
     more = spec.facts(call, sizes) if callable(spec.facts) else spec.facts or {}
-    return Problem.of(**{**found, **_fields_of(call), "asks": asked(call) - spec.feature_names, **more})
+    return Problem.of(
+        **{**found, **_fields_of(call), "asks": asked(call) - spec.feature_names, **more}
+    )
 
 
 def _fields_of(call: Call) -> dict[str, Any]:
@@ -408,7 +469,8 @@ def repeatable() -> str:
 
 
 def bytes_of(workspace: torch.Tensor | None) -> int:
-    """The size of a workspace as a Problem says it: if it is symbolic, the least that it may be; no guard is installed."""
+    """The size of a workspace as a Problem says it: if it is symbolic, the least that it may be; no
+    guard is installed."""
     size = 0 if workspace is None else workspace.numel()
     return size if isinstance(size, int) else Extent.of(size).lo
 

@@ -1,4 +1,5 @@
-"""Call records: one frozen record an op lists its arguments. The schema, the checks, the fake and the cache key follow from the list.
+"""Call records: one frozen record an op lists its arguments. The schema, the checks, the fake and
+the cache key follow from the list.
 
     @record("merge_state", Result("output", like="output_a"), Result("lse", like="lse_a"))
     class MergeState(Call):
@@ -42,7 +43,14 @@ from attnops.core.arguments import (
     evaluate as evaluate,
     layout_of,
 )
-from attnops.core.checks import check_number, check_strided, check_written, name as name, need as need, python_number
+from attnops.core.checks import (
+    check_number,
+    check_strided,
+    check_written,
+    name as name,
+    need as need,
+    python_number,
+)
 from attnops.core.errors import InvalidInput, RegistrationError, fail
 from attnops.core.tensors import surely
 from attnops.core.tracers import wanted
@@ -56,20 +64,31 @@ else:
         return lambda cls: cls
 
 
-_KINDS = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "int", "float": "float", "bool": "bool", "str": "str"}
+_KINDS = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """All that follows from a record's class body. args, results: in order. rules: further checks of a call, given its sizes by name.
+    """All that follows from a record's class body. args, results: in order. rules: further checks
+    of a call, given its sizes by name.
 
     least: lower bounds of sizes, as `">= 1 head"`.
-    measures: the fields of a Problem that are sizes, as code over the names in the layouts. stored: the argument whose dtype is the
-    Problem's `kv_dtype`. facts: further fields of the Problem, or a function of the call and its sizes that returns them.
-    grows: the size that callers raise from call to call, as a decode step does with the keys. Checks, rules and facts must not tell two
-    values of it apart that have one extent and differ from all other sizes.
+    measures: the fields of a Problem that are sizes, as code over the names in the layouts. stored:
+    the argument whose dtype is the Problem's `kv_dtype`. facts: further fields of the Problem, or a
+    function of the call and its sizes that returns them.
+    grows: the size that callers raise from call to call, as a decode step does with the keys.
+    Checks, rules and facts must not tell two values of it apart that have one extent and differ
+    from all other sizes.
     sums: its products are sums whose order, in plain torch, may follow from the whole batch.
-    counted: a `measured.Counting`: how tables of measured times tell kinds of its calls apart; None: as those of attention.
+    counted: a `measured.Counting`: how tables of measured times tell kinds of its calls apart;
+    None: as those of attention.
     """
 
     op: str
@@ -96,12 +115,18 @@ class Spec:
 
     @cached_property
     def optional(self) -> frozenset[str]:
-        """The arguments that a kernel lists: those with a default, but for hints and those that every kernel takes."""
-        return frozenset(a.name for a in self.args if a.default is not REQUIRED and not (a.hint or a.always or a.name == "policy"))
+        """The arguments that a kernel lists: those with a default, but for hints and those that
+        every kernel takes."""
+        return frozenset(
+            a.name
+            for a in self.args
+            if a.default is not REQUIRED and not (a.hint or a.always or a.name == "policy")
+        )
 
     @cached_property
     def features(self) -> dict[Fact, tuple[Arg, ...]]:
-        """The features of the op, each with its arguments. A kernel that takes the feature lists one of them."""
+        """The features of the op, each with its arguments. A kernel that takes the feature lists
+        one of them."""
         features: dict[Fact, tuple[Arg, ...]] = {}
         for a in self.args:
             for fact in a.facts:
@@ -125,8 +150,11 @@ class Spec:
 
     @cached_property
     def output(self) -> str:
-        """The argument that the result is written into; "" where results are returned, or pages are all that is written."""
-        return next((a.name for a in self.args if a.written and not a.hint and a.holds != "pages"), "")
+        """The argument that the result is written into; "" where results are returned, or pages are
+        all that is written."""
+        return next(
+            (a.name for a in self.args if a.written and not a.hint and a.holds != "pages"), ""
+        )
 
     @cached_property
     def weights(self) -> tuple[str, ...]:
@@ -151,7 +179,8 @@ def group(cls: type[T]) -> type[T]:
 
 @group
 class Call:
-    """The base of all records. A record is a tuple of the op's arguments in the schema's order, with their names as attributes."""
+    """The base of all records. A record is a tuple of the op's arguments in the schema's order,
+    with their names as attributes."""
 
     __slots__ = ()
     spec: ClassVar[Spec]
@@ -176,11 +205,13 @@ def record(
     sums: bool = False,
     counted: Any = None,
 ) -> Callable[[type[C]], type[C]]:
-    """Make a record of a class whose annotations, inherited ones first, are the op's arguments; `_: KW_ONLY` begins those given by name.
+    """Make a record of a class whose annotations, inherited ones first, are the op's arguments;
+    `_: KW_ONLY` begins those given by name.
 
-    keywords: the names of the keyword-only arguments in the schema's order, where that is another. `policy` comes last, but for arguments
-    that are written. See `Spec` for the others. A record is stored as a tuple, which takes half a microsecond to build with 23 fields.
-    Raises RegistrationError for an annotation that no schema can express.
+    keywords: the names of the keyword-only arguments in the schema's order, where that is another.
+    `policy` comes last, but for arguments that are written. See `Spec` for the others. A record is
+    stored as a tuple, which takes half a microsecond to build with 23 fields. Raises
+    RegistrationError for an annotation that no schema can express.
     """
 
     def make(cls: type[C]) -> type[C]:
@@ -194,15 +225,36 @@ def record(
                     found[field_name] = _argument(op, field_name, kind, given, keyword)
         policy = found.pop("policy")
         args = [a for a in found.values() if not a.keyword]
-        named = [found[name] for name in keywords.split()] or [a for a in found.values() if a.keyword]
+        named = [found[name] for name in keywords.split()] or [
+            a for a in found.values() if a.keyword
+        ]
         place = next((i for i, a in enumerate(named) if a.written), len(named))
         args += [*named[:place], policy, *named[place:]]
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
         measures = _measures(args, problem or {})
-        spec = Spec(op, tuple(args), results, least or {}, rules, measures, stored, facts, grows, sums, counted)
+        spec = Spec(
+            op,
+            tuple(args),
+            results,
+            least or {},
+            rules,
+            measures,
+            stored,
+            facts,
+            grows,
+            sums,
+            counted,
+        )
         RECORDS[op] = spec
-        # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may become arguments.
-        members = {"__slots__": (), "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "spec": spec}
+        # All that is derived hangs on one attribute, because `key`, `output` and `args` are or may
+        # become arguments.
+        members = {
+            "__slots__": (),
+            "__doc__": cls.__doc__,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "spec": spec,
+        }
         return cast(type[C], type(cls.__name__, (base, Call), members))
 
     return make
@@ -210,21 +262,41 @@ def record(
 
 def _argument(op: str, name: str, kind: str, given: Any, keyword: bool) -> Arg:
     if kind not in _KINDS:
-        fail(RegistrationError, f"{op}: {name} got the type {kind}, want one of {', '.join(_KINDS)}")
+        fail(
+            RegistrationError, f"{op}: {name} got the type {kind}, want one of {', '.join(_KINDS)}"
+        )
     a = given if isinstance(given, Arg) else Arg(default=given)
     neutral = a.default if a.off is REQUIRED else a.off
-    return replace(a, name=name, kind=kind, keyword=keyword, layout=layout_of(a.dims), tensor=kind.startswith("Tensor"), neutral=neutral)
+    return replace(
+        a,
+        name=name,
+        kind=kind,
+        keyword=keyword,
+        layout=layout_of(a.dims),
+        tensor=kind.startswith("Tensor"),
+        neutral=neutral,
+    )
 
 
 EXTENTS = {"tokens": "T", "batch": "B", "queries": "most_queries", "context": "most_keys"}
-"""Sizes of a Problem that may be symbolic, and the names that they have in a layout, or what the argument holds that says them."""
+"""Sizes of a Problem that may be symbolic, and the names that they have in a layout, or what the
+argument holds that says them."""
 
-INTS = {"q_heads": "Hq", "kv_heads": "Hkv", "head_dim": "D", "v_head_dim": "Dv", "rope_dim": "Dr", "page_size": "page"}
+INTS = {
+    "q_heads": "Hq",
+    "kv_heads": "Hkv",
+    "head_dim": "D",
+    "v_head_dim": "Dv",
+    "rope_dim": "Dr",
+    "page_size": "page",
+}
 """As EXTENTS, of sizes that are always known."""
 
 
 def _measures(args: list[Arg], problem: Mapping[str, str]) -> dict[str, CodeType]:
-    known = {a.name for a in args if not a.tensor} | {s.text for a in args if a.kind == "Tensor" for s in a.layout if not s.options}
+    known = {a.name for a in args if not a.tensor} | {
+        s.text for a in args if a.kind == "Tensor" for s in a.layout if not s.options
+    }
     held: dict[str, str] = {a.holds: a.name for a in args if not a.tensor}
     found = {}
     for f, letter in (EXTENTS | INTS).items():
@@ -251,18 +323,23 @@ def split(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def asked(call: Call) -> frozenset[str]:
-    """The optional arguments that ask a kernel for something: all but hints and those that are off."""
+    """The optional arguments that ask a kernel for something: all but hints and those that are
+    off."""
     optional = call.spec.optional
     given = zip(call.spec.args, values(call), strict=True)
-    return frozenset(a.name for a, value in given if a.name in optional and not same(value, a.neutral))
+    return frozenset(
+        a.name for a, value in given if a.name in optional and not same(value, a.neutral)
+    )
 
 
 def same(value: Any, other: Any) -> bool:
     """Are two values of an argument equal? Tensors are if they are one."""
-    return value is other or (not isinstance(value, Tensor) and type(value) is type(other) and bool(value == other))
+    return value is other or (
+        not isinstance(value, Tensor) and type(value) is type(other) and bool(value == other)
+    )
 
 
-# The schema ------------------------------------------------------------------------------------------------------------
+# The schema ---------------------------------------------------------------------------------------
 
 
 def schema(spec: Spec) -> str:
@@ -274,17 +351,26 @@ def schema(spec: Spec) -> str:
             keyword = True
         kind = "SymInt" if a.symbolic else _KINDS[a.kind]
         kind = kind.replace("Tensor", f"Tensor({next(letters)}!)") if a.written else kind
-        default = "" if a.default is REQUIRED else f'="{a.default}"' if isinstance(a.default, str) else f"={a.default}"
+        default = (
+            ""
+            if a.default is REQUIRED
+            else f'="{a.default}"'
+            if isinstance(a.default, str)
+            else f"={a.default}"
+        )
         parts.append(f"{kind} {a.name}{default}")
     names = [f"Tensor {r.name}".strip() for r in spec.results]
-    return f"({', '.join(parts)}) -> {names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'}"
+    return (
+        f"({', '.join(parts)}) -> {names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'}"
+    )
 
 
-# Checks ----------------------------------------------------------------------------------------------------------------
+# Checks -------------------------------------------------------------------------------------------
 
 
 def check(call: Call) -> Sizes:
-    """The sizes of a call by name. Raises InvalidInput on the first argument that breaks the contract; looks at no data."""
+    """The sizes of a call by name. Raises InvalidInput on the first argument that breaks the
+    contract; looks at no data."""
     sizes, owners = Sizes(), dict[str, str]()
     device = None
     given: list[tuple[Arg, Any]] = [*zip(call.spec.args, values(call), strict=True)]
@@ -296,7 +382,12 @@ def check(call: Call) -> Sizes:
             _check_tensor(call, a, value)
             device = device or value.device
             if value.device != device and not a.any_device:
-                fail(InvalidInput, f"{a.name}.device", value.device, f"{device}, as the first argument")
+                fail(
+                    InvalidInput,
+                    f"{a.name}.device",
+                    value.device,
+                    f"{device}, as the first argument",
+                )
     # Names before expressions, which may speak of ints and tensors that come later.
     for named in (True, False):
         for a, value in given:
@@ -313,14 +404,16 @@ def check(call: Call) -> Sizes:
 
 
 def with_python_numbers(call: C) -> C:
-    """The call with numbers of numpy, or of another library, as Python's; the call itself where it has none."""
+    """The call with numbers of numpy, or of another library, as Python's; the call itself where it
+    has none."""
     numbers = {a.name: x for a, x in zip(call.spec.args, values(call), strict=True) if not a.tensor}
     changes = {name: n for name, x in numbers.items() if (n := python_number(x)) is not x}
     return changed(call, **changes) if changes else call
 
 
 def check_kinds(call: Call) -> None:
-    """Raise InvalidInput on the first argument of another type, or the first number out of its bounds."""
+    """Raise InvalidInput on the first argument of another type, or the first number out of its
+    bounds."""
     for a, value in zip(call.spec.args, values(call), strict=True):
         _check_kind(a, value)
 
@@ -345,7 +438,12 @@ def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
         if like is None:
             fail(InvalidInput, a.dtypes, "None", f"a tensor, because {a.name} is one")
         if value.dtype != like.dtype:
-            fail(InvalidInput, f"{a.name}.dtype", name(value.dtype), f"{name(like.dtype)}, as {a.dtypes}")
+            fail(
+                InvalidInput,
+                f"{a.name}.dtype",
+                name(value.dtype),
+                f"{name(like.dtype)}, as {a.dtypes}",
+            )
         return
     allowed = a.dtypes(call) if callable(a.dtypes) else a.dtypes
     if value.dtype not in allowed:
@@ -354,14 +452,24 @@ def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
 
 def place(spec: Spec, letter: str) -> str:
     """Where a call has the size of this name: `key.shape[2]`."""
-    return next(f"{a.name}.shape[{i}]" for a in spec.args for i, size in enumerate(a.layout) if size.text == letter)
+    return next(
+        f"{a.name}.shape[{i}]"
+        for a in spec.args
+        for i, size in enumerate(a.layout)
+        if size.text == letter
+    )
 
 
 def _check_size(field: str, got: Any, size: Size, sizes: Sizes, owners: dict[str, str]) -> None:
     if not size.options:
         if size.text in sizes:
             owner = owners.get(size.text)
-            need(got == sizes[size.text], field, got, f"{sizes[size.text]} ({size.text}{f', as {owner}' if owner else ''})")
+            need(
+                got == sizes[size.text],
+                field,
+                got,
+                f"{sizes[size.text]} ({size.text}{f', as {owner}' if owner else ''})",
+            )
         else:
             sizes[size.text], owners[size.text] = got, field
         return
@@ -389,11 +497,12 @@ def sizes_of(call: Call) -> Sizes:
     return sizes
 
 
-# The fake --------------------------------------------------------------------------------------------------------------
+# The fake -----------------------------------------------------------------------------------------
 
 
 def fake(call: Call) -> Any:
-    """Empty results with the shapes and dtypes that the record promises, contiguous, on the first tensor's device."""
+    """Empty results with the shapes and dtypes that the record promises, contiguous, on the first
+    tensor's device."""
     results = call.spec.results
     if not results:
         return None
@@ -407,9 +516,23 @@ def _empty(r: Result, call: Call, first: Tensor, sizes: Sizes) -> Tensor:
     absent = bool(r.when) and ((asks := getattr(call, r.when)) is None or asks is False)
     if r.like:
         like = getattr(call, r.like)
-        return first.new_empty(0) if like is None or absent else cast(Tensor, like.new_empty(like.shape))
-    dtype = getattr(call, r.dtype).dtype if isinstance(r.dtype, str) else r.dtype if isinstance(r.dtype, torch.dtype) else r.dtype(call)
+        return (
+            first.new_empty(0)
+            if like is None or absent
+            else cast(Tensor, like.new_empty(like.shape))
+        )
+    dtype = (
+        getattr(call, r.dtype).dtype
+        if isinstance(r.dtype, str)
+        else r.dtype
+        if isinstance(r.dtype, torch.dtype)
+        else r.dtype(call)
+    )
     if absent:
         return first.new_empty((0,), dtype=dtype)
-    shape = tuple(evaluate(d.text, sizes) for d in layout_of(r.dims)) if isinstance(r.dims, str) else r.dims(call)
+    shape = (
+        tuple(evaluate(d.text, sizes) for d in layout_of(r.dims))
+        if isinstance(r.dims, str)
+        else r.dims(call)
+    )
     return first.new_empty(shape, dtype=dtype)

@@ -1,4 +1,5 @@
-"""How far rounding takes a number from the exact one: what the families' error bounds are put together from."""
+"""How far rounding takes a number from the exact one: what the families' error bounds are put
+together from."""
 
 from __future__ import annotations
 
@@ -37,18 +38,21 @@ def largest(x: Tensor | None) -> float:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, R, S) of y = x @ weight + bias: its partial sums have the size R = |y| + sqrt(sum (x w)^2) + |bias|, its terms S in all."""
+    """(y, R, S) of y = x @ weight + bias: its partial sums have the size R = |y| + sqrt(sum (x
+    w)^2) + |bias|, its terms S in all."""
     y, sizes = x @ weight + bias, x.abs() @ weight.abs() + bias.abs()
     return y, y.abs() + (x.square() @ weight.square()).sqrt() + bias.abs(), sizes
 
 
 def stored(exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(`exact` as `dtype` stores it, the allowed error). A quantised dtype saturates and may be off by half a step, others by nothing."""
+    """(`exact` as `dtype` stores it, the allowed error). A quantised dtype saturates and may be off
+    by half a step, others by nothing."""
     if dtype not in QUANTISED:
         return exact, torch.zeros_like(exact)
     if dtype == torch.int8:
         return exact.clamp(-127.0, 127.0), torch.full_like(exact, 0.5 + 2**-10)
     info = torch.finfo(dtype)
     want = exact.clamp(-info.max, info.max)
-    # Below the smallest normal number the steps no longer shrink. 1 + 2^-10: the division may have been made in float32.
+    # Below the smallest normal number the steps no longer shrink. 1 + 2^-10: the division may have
+    # been made in float32.
     return want, torch.clamp(want.abs(), min=info.smallest_normal) * (info.eps / 2) * (1 + 2**-10)

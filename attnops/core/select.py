@@ -1,6 +1,8 @@
-"""`select(problem, policy) -> Decision`: the one place that chooses. No imports, no device, no logging of its own.
+"""`select(problem, policy) -> Decision`: the one place that chooses. No imports, no device, no
+logging of its own.
 
-Pure, given the kernels registered and the table of measured times that is in force for the problem's target.
+Pure, given the kernels registered and the table of measured times that is in force for the
+problem's target.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from typing import Any
 from attnops.core.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.core.kernel import Failed, Kernel, all_kernels, generation, kernel_names, kernels_of
 from attnops.core.problem import Extent, Extents, Problem, Refusal, altered
-from attnops.measured import ESTIMATED, MEASURED, NOWHERE, Cost, Table, costs, in_force, never_run, ran_on
+from attnops.measured import (
+    ESTIMATED,
+    MEASURED,
+    NOWHERE,
+    Cost,
+    Table,
+    costs,
+    in_force,
+    never_run,
+    ran_on,
+)
 from attnops.measured.cost import SCALED
 from attnops.measured.store import default_policy_key
 
@@ -31,13 +43,16 @@ WORDS = ("kernel", "allow", "deny", "prefer")
 class Policy:
     """The user's constraints on selection.
 
-    Every entry is a name, `"fa3"`, which speaks of every op that has a kernel of that name and leaves the others alone, or a name
-    with its op, `"paged_attention:fa3"`.
+    Every entry is a name, `"fa3"`, which speaks of every op that has a kernel of that name and
+    leaves the others alone, or a name with its op, `"paged_attention:fa3"`.
 
-    kernel: force these. allow: only these may be chosen, on the ops they speak of. deny: these may not be chosen.
+    kernel: force these. allow: only these may be chosen, on the ops they speak of. deny: these may
+    not be chosen.
     prefer: these win, in this order, when they can run.
-    deterministic: a request's result must not depend on its batch mates, bit for bit. Kernels that do not promise it refuse, and the
-        choice follows from the model and the machine alone: no length, batch size or measured time reaches it (`without_sizes`), so
+    deterministic: a request's result must not depend on its batch mates, bit for bit. Kernels that
+    do not promise it refuse, and the
+        choice follows from the model and the machine alone: no length, batch size or measured time
+            reaches it (`without_sizes`), so
         that one kernel serves every step.
     """
 
@@ -55,12 +70,15 @@ class Policy:
 
     def forced(self, op: str) -> str | None:
         """The kernel this policy forces on `op`, if any."""
-        return next((entry.rpartition(":")[2] for entry in self.kernel if _speaks_of(entry, op)), None)
+        return next(
+            (entry.rpartition(":")[2] for entry in self.kernel if _speaks_of(entry, op)), None
+        )
 
 
 @functools.lru_cache(maxsize=1024)
 def parse_policy(key: str) -> Policy:
-    """The inverse of `Policy.key`. Raises InvalidInput on an unknown word or op, UnknownKernel on a name no kernel bears."""
+    """The inverse of `Policy.key`. Raises InvalidInput on an unknown word or op, UnknownKernel on a
+    name no kernel bears."""
     values: dict[str, object] = {}
     for part in filter(None, key.split(";")):
         name, _, text = part.partition("=")
@@ -69,7 +87,12 @@ def parse_policy(key: str) -> Policy:
         elif name in WORDS and text:
             values[name] = tuple(text.split(","))
         else:
-            fail(InvalidInput, "policy", repr(part), "kernel=, allow=, deny=, prefer= with names, or deterministic")
+            fail(
+                InvalidInput,
+                "policy",
+                repr(part),
+                "kernel=, allow=, deny=, prefer= with names, or deterministic",
+            )
     policy = Policy(**values)  # type: ignore[arg-type]
     _check_names(policy)
     return policy
@@ -80,14 +103,20 @@ def _check_names(policy: Policy) -> None:
         scope, _, name = entry.rpartition(":")
         known = tuple(kernels_of(scope)) if scope else kernel_names()
         if not known:
-            fail(InvalidInput, "policy", repr(entry), f"an op before the colon: {' | '.join(sorted({k.op for k in all_kernels()}))}")
+            fail(
+                InvalidInput,
+                "policy",
+                repr(entry),
+                f"an op before the colon: {' | '.join(sorted({k.op for k in all_kernels()}))}",
+            )
         if name not in known:
             fail(UnknownKernel, name, scope or "any", known)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The kernel chosen for a problem, and every refusal of the others. costs: the time of each that can run."""
+    """The kernel chosen for a problem, and every refusal of the others. costs: the time of each
+    that can run."""
 
     problem: Problem
     policy: Policy
@@ -101,7 +130,9 @@ class Decision:
         """Why a GPU is left with the plain body, in a few words; nothing where a kernel answers."""
         if self.kernel is None or not self.kernel.judge or not self.problem.target.on_gpu:
             return ""
-        if self.policy.forced(self.problem.op) == self.kernel.name or _rank(self.kernel, self.policy.prefer) < len(self.policy.prefer):
+        if self.policy.forced(self.problem.op) == self.kernel.name or _rank(
+            self.kernel, self.policy.prefer
+        ) < len(self.policy.prefer):
             return "asked for"
         return "the fastest measured" if self.passed_over else "no kernel can run this call"
 
@@ -111,7 +142,11 @@ class Decision:
             return "not preferred"
         cost = self.costs.get(name, Cost(0.0, ESTIMATED))
         if cost.timed:
-            return f"{cost.how} slower, {cost.us:.4g} us" if cost.how == MEASURED else f"slower, {cost}"
+            return (
+                f"{cost.how} slower, {cost.us:.4g} us"
+                if cost.how == MEASURED
+                else f"slower, {cost}"
+            )
         if self.problem.target.on_gpu and kernels_of(self.problem.op)[name].judge:
             return "on a GPU only where nothing else can"
         if (better := self._rather_than(name, cost)) and unproven(self.problem, name, cost):
@@ -119,7 +154,8 @@ class Decision:
         return f"{cost.how} slower" if cost.how == ESTIMATED else "not measured, others are"
 
     def _rather_than(self, name: str, cost: Cost) -> str:
-        """Why the chosen kernel is taken in place of one with a lower estimate; "" where there is none lower."""
+        """Why the chosen kernel is taken in place of one with a lower estimate; "" where there is
+        none lower."""
         if self.kernel is None or self.costs[self.kernel.name].us <= cost.us:
             return ""
         where = ran_on().get(f"{self.problem.op}.{self.kernel.name}")
@@ -127,52 +163,70 @@ class Decision:
         return f"{cost.how} {cost.us:.4g} us, but {self.kernel.name} {known}"
 
     def untried(self, name: str) -> str:
-        """`; never run on sm100` of a kernel that has not met the target's hardware, else nothing."""
+        """`; never run on sm100` of a kernel that has not met the target's hardware, else
+        nothing."""
         never = never_run(self.problem.op, name, self.problem.target)
         return f"; {never}" if never else ""
 
     @property
     def rank(self) -> tuple[int, bool, bool, float]:
-        """The sort key of the choice, the least first. It also compares two decisions of one op and policy.
+        """The sort key of the choice, the least first. It also compares two decisions of one op and
+        policy.
 
-        The kernel's place among those preferred, the plain body on a GPU last, before it kernels that have run nowhere, then the cost. A
-        decision without a kernel comes last.
+        The kernel's place among those preferred, the plain body on a GPU last, before it kernels
+        that have run nowhere, then the cost. A decision without a kernel comes last.
         """
         if self.kernel is None:
             return sys.maxsize, True, True, inf
         cost = self.costs[self.kernel.name]
         judged = bool(self.by_judge) and cost.how != MEASURED
-        return _rank(self.kernel, self.policy.prefer), judged, unproven(self.problem, self.kernel.name, cost), cost.us
+        return (
+            _rank(self.kernel, self.policy.prefer),
+            judged,
+            unproven(self.problem, self.kernel.name, cost),
+            cost.us,
+        )
 
     @property
     def measured(self) -> str:
-        """`, measured 25.7 us` or `, 25.7 us scaled from NVIDIA H200` when the choice rests on a measured time, else nothing."""
+        """`, measured 25.7 us` or `, 25.7 us scaled from NVIDIA H200` when the choice rests on a
+        measured time, else nothing."""
         cost = self.costs.get(self.kernel.name) if self.kernel is not None else None
         return f", {cost}" if cost is not None and cost.timed else ""
 
     def __str__(self) -> str:
-        head = f"{self.problem.op} on {self.problem.target} -> {self.kernel.name if self.kernel else 'nothing fits'}{self.measured}"
+        head = (
+            f"{self.problem.op} on {self.problem.target} -> "
+            f"{self.kernel.name if self.kernel else 'nothing fits'}{self.measured}"
+        )
         head += f": {self.by_judge}" if self.by_judge else ""
         head += self.untried(self.kernel.name) if self.kernel else ""
         if self.kernel and self.kernel.unrepeated(self.problem):
             head += "; its bits may differ from run to run"
         lines = [f"  not {n}: {'; '.join(map(str, rs))}" for n, rs in self.refused.items()]
-        slower = [f"  not {n}: can run, {self.why_not(n)}{self.untried(n)}" for n in self.passed_over]
+        slower = [
+            f"  not {n}: can run, {self.why_not(n)}{self.untried(n)}" for n in self.passed_over
+        ]
         return "\n".join([head, f"  problem: {self.problem.summary()}", *slower, *lines])
 
 
 def select(problem: Problem, policy: Policy | str = "") -> Decision:
-    """Choose a kernel for `problem` under `policy` (a Policy or its key). Never raises for want of a kernel.
+    """Choose a kernel for `problem` under `policy` (a Policy or its key). Never raises for want of
+    a kernel.
 
-    Memoised, unless a kernel failed to answer (`attnops.core.kernel.Failed`): the cause may pass, so it is asked again at the next call.
+    Memoised, unless a kernel failed to answer (`attnops.core.kernel.Failed`): the cause may pass,
+    so it is asked again at the next call.
     """
     return select_by(in_force(problem.target).table, problem, policy)
 
 
-def select_by(table: Table | None, problem: Problem, policy: Policy | str = "", brief: bool = False) -> Decision:
+def select_by(
+    table: Table | None, problem: Problem, policy: Policy | str = "", brief: bool = False
+) -> Decision:
     """As `select`, by the times of `table`, or by the kernels' own estimates when it is None.
 
-    brief: the chosen kernel and its cost are all that is asked for; of other kernels the Decision holds their first refusal.
+    brief: the chosen kernel and its cost are all that is asked for; of other kernels the Decision
+    holds their first refusal.
     """
     policy = policy if isinstance(policy, Policy) else parse_policy(policy)
     key = problem, policy, generation(), table, brief
@@ -191,14 +245,20 @@ def select_by(table: Table | None, problem: Problem, policy: Policy | str = "", 
 
 
 def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
-    """As `select`, but the kernel itself. Raises NoKernel with every reason when none may run, or when a forced one may not."""
+    """As `select`, but the kernel itself. Raises NoKernel with every reason when none may run, or
+    when a forced one may not."""
     kernel = select_by(in_force(problem.target).table, problem, policy, brief=True).kernel
     if kernel is not None and kernel.unrepeated(problem):
         warnings.warn(UNREPEATED.format(f"{kernel.op}.{kernel.name}"), UserWarning, stacklevel=2)
     if kernel is None:
         decision = select(problem, policy)
         forced = decision.policy.forced(problem.op)
-        raise NoKernel(f"kernel {forced!r} was asked for and cannot run" if forced else f"no kernel can run this {problem.op}", decision)
+        raise NoKernel(
+            f"kernel {forced!r} was asked for and cannot run"
+            if forced
+            else f"no kernel can run this {problem.op}",
+            decision,
+        )
     return kernel
 
 
@@ -209,9 +269,12 @@ UNREPEATED = (
 
 
 def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
-    """Bytes of scratch that a call needs for the kernel that would be chosen if it brought enough. 0: the kernel uses no scratch."""
+    """Bytes of scratch that a call needs for the kernel that would be chosen if it brought enough.
+    0: the kernel uses no scratch."""
     kernel = select(altered(problem, workspace=1 << 62), policy).kernel
-    return 0 if kernel is None or kernel.workspace_bytes is None else kernel.workspace_bytes(problem)
+    return (
+        0 if kernel is None or kernel.workspace_bytes is None else kernel.workspace_bytes(problem)
+    )
 
 
 _DECISIONS: dict[tuple[Any, ...], Decision] = {}
@@ -223,15 +286,26 @@ def _decide(problem: Problem, policy: Policy, table: Table | None, brief: bool) 
     _check_names(policy)
     seen = without_sizes(problem) if policy.deterministic else problem
     forced, kernels = policy.forced(problem.op), kernels_of(problem.op)
-    against = {name: _against(kernel, seen, policy, forced, brief) for name, kernel in kernels.items()}
+    against = {
+        name: _against(kernel, seen, policy, forced, brief) for name, kernel in kernels.items()
+    }
     fits = [kernels[name] for name, reasons in against.items() if not reasons]
     needed = _invariant_costs(seen, fits) if policy.deterministic else _costs(problem, fits, table)
     ranked = _ranked(problem, policy, fits, needed)
     refused = {name: reasons for name, reasons in against.items() if reasons}
-    return Decision(problem, policy, ranked[0] if ranked else None, refused, tuple(k.name for k in ranked[1:]), needed)
+    return Decision(
+        problem,
+        policy,
+        ranked[0] if ranked else None,
+        refused,
+        tuple(k.name for k in ranked[1:]),
+        needed,
+    )
 
 
-def _against(kernel: Kernel, problem: Problem, policy: Policy, forced: str | None, brief: bool) -> tuple[Refusal, ...]:
+def _against(
+    kernel: Kernel, problem: Problem, policy: Policy, forced: str | None, brief: bool
+) -> tuple[Refusal, ...]:
     """The kernel's own reasons against the problem, then the policy's."""
     reasons = tuple(_policy_refusals(kernel, problem, policy, forced))
     return reasons if brief and reasons else kernel.refusals(problem, brief) + reasons
@@ -239,15 +313,23 @@ def _against(kernel: Kernel, problem: Problem, policy: Policy, forced: str | Non
 
 def _costs(problem: Problem, fits: list[Kernel], table: Table | None) -> dict[str, Cost]:
     # Without a table no more of our files than this one is entered.
-    needed = {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits} if table is None else costs(problem, fits, table)
+    needed = (
+        {k.name: Cost(k.cost_us(problem), ESTIMATED) for k in fits}
+        if table is None
+        else costs(problem, fits, table)
+    )
     return {k.name: _in_turn(k, problem, needed[k.name]) for k in fits}
 
 
-def _ranked(problem: Problem, policy: Policy, fits: list[Kernel], needed: Mapping[str, Cost]) -> list[Kernel]:
+def _ranked(
+    problem: Problem, policy: Policy, fits: list[Kernel], needed: Mapping[str, Cost]
+) -> list[Kernel]:
     """The kernels that can run, the best first."""
     order = {k.name: (unproven(problem, k.name, needed[k.name]), needed[k.name].us) for k in fits}
     guessed = _guessed(problem, fits, needed, order)
-    return sorted(fits, key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, *order[k.name]))
+    return sorted(
+        fits, key=lambda k: (_rank(k, policy.prefer), k.judge and guessed, *order[k.name])
+    )
 
 
 def _in_turn(kernel: Kernel, problem: Problem, cost: Cost) -> Cost:
@@ -261,16 +343,18 @@ def _in_turn(kernel: Kernel, problem: Problem, cost: Cost) -> Cost:
 
 
 def without_sizes(problem: Problem) -> Problem:
-    """`problem` as a deterministic policy sees it: without sizes and without promises of a single call.
+    """`problem` as a deterministic policy sees it: without sizes and without promises of a single
+    call.
 
-    Sizes are unbounded, so a kernel of few queries refuses even a decode step, which may share its batch with a prompt, unless it takes
-    any number under such a policy (`StepFacts.deterministic`).
+    Sizes are unbounded, so a kernel of few queries refuses even a decode step, which may share its
+    batch with a prompt, unless it takes any number under such a policy (`StepFacts.deterministic`).
     """
     return _step(problem, DECODE if problem.page_size else PROMPT)
 
 
 DECODE, PROMPT = (8, 1), (1, 4096)
-"""Requests, and queries of each, of the steps that a deterministic policy estimates; 4096 keys a request."""
+"""Requests, and queries of each, of the steps that a deterministic policy estimates; 4096 keys a
+request."""
 
 DECODES = 64
 """Decode steps to a prompt: eight requests at a time, each of which decodes 512 tokens."""
@@ -279,34 +363,57 @@ DECODES = 64
 def _step(problem: Problem, step: tuple[int, int]) -> Problem:
     batch, queries = step
     sizes = Extents(*(Extent(0, None, hint) for hint in (batch * queries, batch, queries, 4096)))
-    return altered(problem, padded=True, holes=False, sizes_equal=False, deterministic=True, compiled=False, sizes=sizes)
+    return altered(
+        problem,
+        padded=True,
+        holes=False,
+        sizes_equal=False,
+        deterministic=True,
+        compiled=False,
+        sizes=sizes,
+    )
 
 
 def _invariant_costs(seen: Problem, kernels: list[Kernel]) -> dict[str, Cost]:
     """Of a fixed load: over pages a mean step of serving, elsewhere a prompt."""
     load = {_step(seen, DECODE): DECODES, _step(seen, PROMPT): 1} if seen.page_size else {seen: 1}
     steps = sum(load.values())
-    return {k.name: Cost(sum(n * k.steady_us(p) for p, n in load.items()) / steps, ESTIMATED) for k in kernels}
+    return {
+        k.name: Cost(sum(n * k.steady_us(p) for p, n in load.items()) / steps, ESTIMATED)
+        for k in kernels
+    }
 
 
 def decode_us(decision: Decision) -> float:
-    """Microseconds of a decode step by the kernel chosen; under a deterministic policy no size of the call counts, as in the choice."""
+    """Microseconds of a decode step by the kernel chosen; under a deterministic policy no size of
+    the call counts, as in the choice."""
     kernel = decision.kernel
     if kernel is None:
         return inf
-    return kernel.steady_us(_step(decision.problem, DECODE)) if decision.policy.deterministic else decision.costs[kernel.name].us
+    return (
+        kernel.steady_us(_step(decision.problem, DECODE))
+        if decision.policy.deterministic
+        else decision.costs[kernel.name].us
+    )
 
 
 def unproven(problem: Problem, name: str, cost: Cost) -> bool:
     """Has the kernel run on no GPU, as far as the committed results and its times tell?
 
-    Its estimate then decides only among its like. A kernel of another package has no record, and its author's word counts.
+    Its estimate then decides only among its like. A kernel of another package has no record, and
+    its author's word counts.
     """
     return not cost.timed and never_run(problem.op, name, problem.target) == NOWHERE
 
 
-def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost], order: Mapping[str, tuple[bool, float]]) -> bool:
-    """Would the judge win by a guess on a GPU? It may only beat a measured time, and only with one of its own."""
+def _guessed(
+    problem: Problem,
+    kernels: list[Kernel],
+    needed: Mapping[str, Cost],
+    order: Mapping[str, tuple[bool, float]],
+) -> bool:
+    """Would the judge win by a guess on a GPU? It may only beat a measured time, and only with one
+    of its own."""
     players = [k for k in kernels if not k.judge]
     if not problem.target.on_gpu or not players:
         return False
@@ -314,7 +421,9 @@ def _guessed(problem: Problem, kernels: list[Kernel], needed: Mapping[str, Cost]
     return any(needed[k.name].how != MEASURED for k in kernels if k.judge or k is best)
 
 
-def _policy_refusals(kernel: Kernel, problem: Problem, policy: Policy, forced: str | None) -> Iterator[Refusal]:
+def _policy_refusals(
+    kernel: Kernel, problem: Problem, policy: Policy, forced: str | None
+) -> Iterator[Refusal]:
     if forced is not None and kernel.name != forced:
         yield Refusal("policy.kernel", forced, kernel.name)
     if policy.deterministic:
@@ -336,15 +445,18 @@ def _speaks_of(name: str, op: str) -> bool:
 
 
 def _rank(kernel: Kernel, prefer: tuple[str, ...]) -> int:
-    return next((i for i, name in enumerate(prefer) if name in (kernel.name, f"{kernel.op}:{kernel.name}")), len(prefer))
+    return next(
+        (i for i, name in enumerate(prefer) if name in (kernel.name, f"{kernel.op}:{kernel.name}")),
+        len(prefer),
+    )
 
 
-# The policy in force --------------------------------------------------------------------------------------------------
+# The policy in force ------------------------------------------------------------------------------
 
 
 class _Active(threading.local):
-    # Dynamo guards on reads of an instance's attribute, and not on one found on the class: code compiled under one policy must not
-    # be reused under another.
+    # Dynamo guards on reads of an instance's attribute, and not on one found on the class: code
+    # compiled under one policy must not be reused under another.
     def __init__(self) -> None:
         self.key = default_policy_key()
 
@@ -366,13 +478,19 @@ def use(
     prefer: tuple[str, ...] = (),
     deterministic: bool = False,
 ) -> Iterator[None]:
-    """Within the block (and this thread) calls are selected under this policy, eager and compiled alike.
+    """Within the block (and this thread) calls are selected under this policy, eager and compiled
+    alike.
 
-    kernel: a name, or a mapping of op to name. See Policy for the rest. The policy becomes an argument of every op called
-    in the block, so it is part of the graph, of Dynamo's guards and of the compile caches' keys.
-    Raises UnknownKernel for a name that no kernel bears, InvalidInput for an op without kernels.
+    kernel: a name, or a mapping of op to name. See Policy for the rest. The policy becomes an
+    argument of every op called in the block, so it is part of the graph, of Dynamo's guards and of
+    the compile caches' keys. Raises UnknownKernel for a name that no kernel bears, InvalidInput for
+    an op without kernels.
     """
-    forced = (kernel,) if isinstance(kernel, str) else tuple(f"{op}:{name}" for op, name in (kernel or {}).items())
+    forced = (
+        (kernel,)
+        if isinstance(kernel, str)
+        else tuple(f"{op}:{name}" for op, name in (kernel or {}).items())
+    )
     before = _ACTIVE.key
     key = Policy(forced, tuple(allow), tuple(deny), tuple(prefer), deterministic).key
     parse_policy(key)  # checks its names
@@ -384,8 +502,13 @@ def use(
 
 
 def key_for(op: str, kernel: str | None) -> str:
-    """The policy key of one call: the policy in force, in which `kernel`, if given, replaces the forced kernels."""
+    """The policy key of one call: the policy in force, in which `kernel`, if given, replaces the
+    forced kernels."""
     if kernel is None:
         return _ACTIVE.key
-    rest = ";".join(p for p in _ACTIVE.key.split(";") if p and not p.startswith("kernel=")) if _ACTIVE.key else ""
+    rest = (
+        ";".join(p for p in _ACTIVE.key.split(";") if p and not p.startswith("kernel="))
+        if _ACTIVE.key
+        else ""
+    )
     return f"kernel={op}:{kernel}" + (f";{rest}" if rest else "")

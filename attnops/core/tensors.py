@@ -1,10 +1,11 @@
-"""The parts that references and kernels of plain torch share: which key a query sees, rows of packed requests, pages and their holes.
+"""The parts that references and kernels of plain torch share: which key a query sees, rows of
+packed requests, pages and their holes.
 
 Page tables with holes have entries within a request's length that are no page of the pool.
 
-A faint row is one whose logits are all finite and below `FAINT`: as a mask of finfo.min or -1e9 hides every key. There float32 cannot tell
-one logit from another, nor a logit from the log-sum-exp. Results of faint rows are finite and otherwise unspecified, and they change no
-other row's.
+A faint row is one whose logits are all finite and below `FAINT`: as a mask of finfo.min or -1e9
+hides every key. There float32 cannot tell one logit from another, nor a logit from the log-sum-exp.
+Results of faint rows are finite and otherwise unspecified, and they change no other row's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def surely(condition: Any) -> bool:
 
 
 class Rules(NamedTuple):
-    """The scale of a call's logits, and the rules of which key a query sees. Those at their defaults are off."""
+    """The scale of a call's logits, and the rules of which key a query sees. Those at their
+    defaults are off."""
 
     scale: float
     causal: bool = False
@@ -56,15 +58,20 @@ FAINT = -1e6
 """The logit that all logits of a faint row are below."""
 
 LEAST = 2 * FAINT
-"""Kernels that add a mask may take finite logits below this for it: beside a row's largest, unless that is faint, both have weight 0."""
+"""Kernels that add a mask may take finite logits below this for it: beside a row's largest, unless
+that is faint, both have weight 0."""
 
 
 def without_faint(lse: Tensor) -> Tensor:
-    """`lse`, contiguous, for the backward of a vendor: +inf for rows without a key and for faint ones, whose weights are 0 then.
+    """`lse`, contiguous, for the backward of a vendor: +inf for rows without a key and for faint
+    ones, whose weights are 0 then.
 
-    Such a kernel takes exp(logit - lse) for the weight, which a rounded lse of a faint row makes infinite.
+    Such a kernel takes exp(logit - lse) for the weight, which a rounded lse of a faint row makes
+    infinite.
     """
-    least = FAINT * (1 + 2.0**-13)  # a row of logits of FAINT and more may have an lse that is rounded to less
+    least = FAINT * (
+        1 + 2.0**-13
+    )  # a row of logits of FAINT and more may have an lse that is rounded to less
     return torch.threshold(lse, least, float("inf"), out=lse.new_empty(lse.shape))
 
 
@@ -74,7 +81,8 @@ def wide(x: Tensor) -> Tensor:
 
 
 def compact(x: Tensor) -> Tensor:
-    """Contiguous with the strides of a new tensor; `contiguous()` alone leaves odd ones where a size is 0 or 1."""
+    """Contiguous with the strides of a new tensor; `contiguous()` alone leaves odd ones where a
+    size is 0 or 1."""
     if type(x) is Tensor:
         wanted = 1
         for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
@@ -87,14 +95,25 @@ def compact(x: Tensor) -> Tensor:
 
 
 def dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x` `[..., Hkv, D]` times its scale `[1]` or `[Hkv]`, in the accumulation dtype of `dtype`."""
+    """`x` `[..., Hkv, D]` times its scale `[1]` or `[Hkv]`, in the accumulation dtype of
+    `dtype`."""
     out = x.double() if dtype == torch.float64 else x.float()
     return out if scale is None else out * scale.to(out.dtype).reshape(-1, 1)
 
 
-def visible(queries: int, keys: int, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules) -> Tensor | None:
-    """bool `[B or 1, S, K]` of which key each query sees, or None when all see all. offset, start, end: `[B or 1]`."""
-    if not (rules.causal or rules.left >= 0 or rules.right >= 0 or rules.chunk or start is not None or end is not None):
+def visible(
+    queries: int, keys: int, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules
+) -> Tensor | None:
+    """bool `[B or 1, S, K]` of which key each query sees, or None when all see all. offset, start,
+    end: `[B or 1]`."""
+    if not (
+        rules.causal
+        or rules.left >= 0
+        or rules.right >= 0
+        or rules.chunk
+        or start is not None
+        or end is not None
+    ):
         return None
     j = torch.arange(keys, device=offset.device)
     position = torch.arange(queries, device=offset.device)[None, :, None] + offset[:, None, None]
@@ -102,7 +121,8 @@ def visible(queries: int, keys: int, offset: Tensor, start: Tensor | None, end: 
 
 
 def within(j: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
-    """bool `[B or 1, K]`: start <= j < end, of each request. j: `[1, K]`; start, end: `[B or 1]`."""
+    """bool `[B or 1, K]`: start <= j < end, of each request. j: `[1, K]`; start, end:
+    `[B or 1]`."""
     see = torch.ones_like(j, dtype=torch.bool)
     if start is not None:
         see = see & (j >= start[:, None])
@@ -110,7 +130,8 @@ def within(j: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
 
 
 def near(see: Tensor, position: Tensor, j: Tensor, rules: Rules) -> Tensor:
-    """`see`, restricted to the keys j that causality, window and chunk let a query at `position` see."""
+    """`see`, restricted to the keys j that causality, window and chunk let a query at `position`
+    see."""
     if rules.causal:
         see = see & (j <= position)
     if rules.left >= 0:
@@ -124,7 +145,9 @@ def near(see: Tensor, position: Tensor, j: Tensor, rules: Rules) -> Tensor:
     return see
 
 
-def dense_visible(query: Tensor, key: Tensor, kv_start: Tensor | None, kv_end: Tensor | None, rules: Rules) -> Tensor | None:
+def dense_visible(
+    query: Tensor, key: Tensor, kv_start: Tensor | None, kv_end: Tensor | None, rules: Rules
+) -> Tensor | None:
     """`visible` for a dense call: the last query has the position of the last visible key."""
     queries, keys = query.shape[1], key.shape[1]
     end = torch.full((1,), keys, device=query.device) if kv_end is None else kv_end
@@ -132,7 +155,8 @@ def dense_visible(query: Tensor, key: Tensor, kv_start: Tensor | None, kv_end: T
 
 
 def in_range(rows: Tensor, start: Tensor | None, end: Tensor | None) -> Tensor:
-    """`rows` `[B, K, Hkv, D]`, 0 outside of each request's keys `[start, end)`: they may hold NaN there, and 0 * NaN is NaN."""
+    """`rows` `[B, K, Hkv, D]`, 0 outside of each request's keys `[start, end)`: they may hold NaN
+    there, and 0 * NaN is NaN."""
     if start is None and end is None:
         return rows
     inside = within(torch.arange(rows.shape[1], device=rows.device)[None], start, end)
@@ -148,10 +172,15 @@ def result_dtype(query: Tensor, q_scale: Tensor | None) -> torch.dtype:
 
 
 def wide_query(query: Tensor, q_scale: Tensor | None) -> Tensor:
-    """`[..., Hq, D]` in the accumulation dtype, times its scale `[1]` or `[Hkv]`, of which each serves a group of heads."""
+    """`[..., Hq, D]` in the accumulation dtype, times its scale `[1]` or `[Hkv]`, of which each
+    serves a group of heads."""
     if q_scale is None:
         return wide(query)
-    return dequantise(query, q_scale.repeat_interleave(query.shape[-2] // q_scale.shape[0]), result_dtype(query, q_scale))
+    return dequantise(
+        query,
+        q_scale.repeat_interleave(query.shape[-2] // q_scale.shape[0]),
+        result_dtype(query, q_scale),
+    )
 
 
 def no_lse(query: Tensor) -> Tensor:
@@ -169,12 +198,14 @@ def rows_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     at = torch.arange(tokens, device=cu_seqlens.device)
     if cu_seqlens.shape[0] == 1:
         return at * 0  # Triton does not compile a search in an empty tensor
-    # `- 1` makes a new tensor of the ends, because Inductor of torch 2.11 ignores the offset of a view.
+    # `- 1` makes a new tensor of the ends, because Inductor of torch 2.11 ignores the offset of a
+    # view.
     return torch.searchsorted(cu_seqlens[1:].long() - 1, at)
 
 
 def pad(x: Tensor, cu_seqlens: Tensor, width: int) -> Tensor:
-    """`[T, ...]` -> `[B, width, ...]`, zero past the end of each request, where `x` may hold NaN."""
+    """`[T, ...]` -> `[B, width, ...]`, zero past the end of each request, where `x` may hold
+    NaN."""
     start = cu_seqlens[:-1].long()
     lengths = cu_seqlens[1:].long() - start
     j = torch.arange(width, device=x.device)[None]
@@ -184,12 +215,22 @@ def pad(x: Tensor, cu_seqlens: Tensor, width: int) -> Tensor:
         return x.new_zeros((lengths.shape[0], width, *x.shape[1:]))
     index = torch.where(inside, start[:, None] + j, 0)
     padded = x[index]
-    return torch.where(inside.reshape(*inside.shape, *[1] * (x.dim() - 1)), padded, torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(
+        inside.reshape(*inside.shape, *[1] * (x.dim() - 1)),
+        padded,
+        torch.zeros((), dtype=x.dtype, device=x.device),
+    )
 
 
 def _fits(lengths: Tensor, width: int) -> None:
-    # Rows past the width would be lost. Only the host's own numbers are looked at: a device would have to be waited for.
-    host = lengths.device.type == "cpu" and type(lengths) is Tensor and not torch.compiler.is_compiling() and lengths.numel() > 0
+    # Rows past the width would be lost. Only the host's own numbers are looked at: a device would
+    # have to be waited for.
+    host = (
+        lengths.device.type == "cpu"
+        and type(lengths) is Tensor
+        and not torch.compiler.is_compiling()
+        and lengths.numel() > 0
+    )
     if host and not _len_torch_dispatch_stack() and (longest := int(lengths.max())) > width:
         raise InvalidInput("max_seqlen", width, f">= {longest}, the longest request by cu_seqlens")
 
@@ -204,7 +245,11 @@ def unpad(x: Tensor, cu_seqlens: Tensor, tokens: int, fill: float = 0.0) -> Tens
     row = torch.where(real, rows, 0)
     column = torch.arange(tokens, device=x.device) - cu_seqlens.long()[row]
     out = x[row, column.clamp(0, width - 1)]
-    return torch.where(real.reshape(-1, *[1] * (x.dim() - 2)), out, torch.full((), fill, dtype=x.dtype, device=x.device))
+    return torch.where(
+        real.reshape(-1, *[1] * (x.dim() - 2)),
+        out,
+        torch.full((), fill, dtype=x.dtype, device=x.device),
+    )
 
 
 def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int, keys: int) -> Tensor | None:
@@ -213,11 +258,16 @@ def padded_mask(mask: Tensor | None, cu_seqlens_q: Tensor, width: int, keys: int
 
 
 def gather_pages(pages: Tensor, page_table: Tensor) -> Tensor:
-    """`[P, page, H, D]` through `[B, M]` -> `[B, M * page, H, D]`. Negative entries, past the end, read page 0."""
+    """`[P, page, H, D]` through `[B, M]` -> `[B, M * page, H, D]`. Negative entries, past the end,
+    read page 0."""
     if pages.shape[0] == 0:
-        return pages.new_zeros((page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:]))
+        return pages.new_zeros(
+            (page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:])
+        )
     picked = pages[page_table.long().clamp(min=0)]
-    return picked.reshape(page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:])
+    return picked.reshape(
+        page_table.shape[0], page_table.shape[1] * pages.shape[1], *pages.shape[2:]
+    )
 
 
 def write_results(call: Any, output: Tensor, lse: Tensor | None) -> None:
@@ -231,14 +281,19 @@ PagesT = TypeVar("PagesT", "PagedAttention", "MlaAttention")
 
 
 def refuse_plan_of_holes(call: Any) -> None:
-    """Raise InvalidInput for a plan on the device, which is of the table as it was, with a table that may have holes."""
+    """Raise InvalidInput for a plan on the device, which is of the table as it was, with a table
+    that may have holes."""
     if call.holes and call.plan is not None and call.plan.dtype == torch.int32:
-        want = "False, because a device plan is given: make it of the table that named_pages gives, and give both"
+        want = (
+            "False, because a device plan is given: make it of the table that named_pages "
+            "gives, and give both"
+        )
         fail(InvalidInput, "holes", call.holes, want)
 
 
 def without_holes(call: PagesT, pages: Tensor) -> PagesT:
-    """The call with the table and the lengths that `named_pages` gives, unless it promises that there are no holes."""
+    """The call with the table and the lengths that `named_pages` gives, unless it promises that
+    there are no holes."""
     if not call.holes:
         return call
     refuse_plan_of_holes(call)
@@ -248,19 +303,28 @@ def without_holes(call: PagesT, pages: Tensor) -> PagesT:
 
 
 def named(
-    call: NamedPages | PagedAttention | MlaAttention, num_pages: int, page_size: int, squeeze: bool, window_left: int
+    call: NamedPages | PagedAttention | MlaAttention,
+    num_pages: int,
+    page_size: int,
+    squeeze: bool,
+    window_left: int,
 ) -> tuple[Tensor, Tensor]:
     page_table, seq_lens, cu_seqlens_q = call.page_table, call.seq_lens, call.cu_seqlens_q
     if page_table.numel() == 0:
-        return page_table.clone(memory_format=torch.contiguous_format), seq_lens.clone(memory_format=torch.contiguous_format)
+        return page_table.clone(memory_format=torch.contiguous_format), seq_lens.clone(
+            memory_format=torch.contiguous_format
+        )
     column = torch.arange(page_table.shape[1], dtype=torch.int32, device=page_table.device)
     lens, new = seq_lens[:, None], (cu_seqlens_q[1:] - cu_seqlens_q[:-1])[:, None]
     first = column * page_size
     used, is_page = first < lens, (page_table >= 0) & (page_table < num_pages)
     kept, hole = used & is_page, used & ~is_page
-    own = torch.where(kept.any(1, keepdim=True), page_table.gather(1, kept.int().argmax(1, keepdim=True)), 0)
+    own = torch.where(
+        kept.any(1, keepdim=True), page_table.gather(1, kept.int().argmax(1, keepdim=True)), 0
+    )
     if squeeze:
-        # Pages before the new tokens move with them; a single new token sees all keys, in any order.
+        # Pages before the new tokens move with them; a single new token sees all keys, in any
+        # order.
         harm = hole & (first + page_size > lens - new) & (new > 1)
         moved = page_table.gather(1, torch.sort((~kept).to(torch.int8), dim=1, stable=True).indices)
         table = torch.where(column < kept.sum(1, keepdim=True), moved, own)
@@ -271,23 +335,34 @@ def named(
     lengths = torch.where(harm.any(1), 0, lengths)
     # A length past the table stays as it is.
     beyond = seq_lens > page_table.shape[1] * page_size
-    return table.to(torch.int32).contiguous(), torch.where(beyond, seq_lens, lengths).to(torch.int32)
+    return table.to(torch.int32).contiguous(), torch.where(beyond, seq_lens, lengths).to(
+        torch.int32
+    )
 
 
 def how(rules: Rules, mask: Tensor | None) -> dict[str, Any]:
-    """`squeeze` and `window_left` of a call with these rules: keys may move only where their order alone counts."""
-    ruled = rules.left >= 0 or (rules.right >= 0 and not rules.causal) or rules.chunk > 0 or mask is not None
+    """`squeeze` and `window_left` of a call with these rules: keys may move only where their order
+    alone counts."""
+    ruled = (
+        rules.left >= 0
+        or (rules.right >= 0 and not rules.causal)
+        or rules.chunk > 0
+        or mask is not None
+    )
     return {"squeeze": not ruled, "window_left": rules.left}
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`x` `[..., D]` turned in place of its pairs by cosines and sines `[..., D / 2]`, which may broadcast."""
+    """`x` `[..., D]` turned in place of its pairs by cosines and sines `[..., D / 2]`, which may
+    broadcast."""
     pair = -1 if interleaved else -2
     pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))
     # Reading the other number of each pair from its place spares a compiler an intermediate tensor.
     other = pairs.flip(pair)
     first = (torch.arange(2, device=x.device) == 0).unflatten(0, (1, 2) if interleaved else (2, 1))
-    turned: Tensor = pairs * cos.unsqueeze(pair) + torch.where(first, -other, other) * sin.unsqueeze(pair)
+    turned: Tensor = pairs * cos.unsqueeze(pair) + torch.where(
+        first, -other, other
+    ) * sin.unsqueeze(pair)
     return turned.flatten(-2)
 
 
@@ -295,7 +370,8 @@ INT8_MAX = 127.0
 
 
 def quantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`x` `[T, Hkv, D]` (or `[T, D]`, one scale) divided by its scale `[1]` or `[Hkv]`, saturated and rounded to `dtype`."""
+    """`x` `[T, Hkv, D]` (or `[T, D]`, one scale) divided by its scale `[1]` or `[Hkv]`, saturated
+    and rounded to `dtype`."""
     if x.dtype == dtype and scale is None:
         return x
     wide = x.double() if x.dtype == torch.float64 else x.float()
@@ -308,15 +384,19 @@ def quantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Row t of `rows` `[T, ...]` into slot `slots[t]` of `pages` `[P, page, ...]`, in place; a slot outside the pages is skipped.
+    """Row t of `rows` `[T, ...]` into slot `slots[t]` of `pages` `[P, page, ...]`, in place; a slot
+    outside the pages is skipped.
 
-    Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the last real token's slot with
-    that token's own row, and when no token is real, slot 0 with its own contents.
+    Without a data-dependent shape, a skipped token must write something somewhere: it rewrites the
+    last real token's slot with that token's own row, and when no token is real, slot 0 with its own
+    contents.
     """
     total, page = pages.shape[0] * pages.shape[1], pages.shape[1]
     if slots.shape[0] == 0 or total == 0:
         return
-    if pages.dtype.itemsize == 1 and pages.dtype.is_floating_point:  # index_put has no float8 kernel
+    if (
+        pages.dtype.itemsize == 1 and pages.dtype.is_floating_point
+    ):  # index_put has no float8 kernel
         pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
     real = (slots >= 0) & (slots < total)
     at = torch.arange(slots.shape[0], device=slots.device)

@@ -1,4 +1,5 @@
-"""The records of a kernel's traits besides its needs: how it is captured, planned, lowered in place, and how far its results may be off."""
+"""The records of a kernel's traits besides its needs: how it is captured, planned, lowered in
+place, and how far its results may be off."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Capture(Enum):
 
 @dataclass(frozen=True)
 class Core:
-    """The foreign call amid the torch ops of an `Inline` kernel: an op `attnops::<op>__<kernel>` that writes nothing, which `run` calls."""
+    """The foreign call amid the torch ops of an `Inline` kernel: an op `attnops::<op>__<kernel>`
+    that writes nothing, which `run` calls."""
 
     schema: str
     run: Callable[..., Any]
@@ -39,9 +41,11 @@ class Core:
 
 @dataclass(frozen=True)
 class Inline:
-    """`run` is plain torch ops that the compiler may fuse, so it is lowered in place and not called.
+    """`run` is plain torch ops that the compiler may fuse, so it is lowered in place and not
+    called.
 
-    when: the Problems for which that is done; None: all. core: the one call that the compiler cannot look into.
+    when: the Problems for which that is done; None: all. core: the one call that the compiler
+    cannot look into.
     """
 
     when: Callable[[Problem], bool] | None = None
@@ -50,9 +54,11 @@ class Inline:
 
 @dataclass(frozen=True)
 class Invariant:
-    """Under a deterministic policy a request's result does not depend, bit for bit, on the other requests of the batch.
+    """Under a deterministic policy a request's result does not depend, bit for bit, on the other
+    requests of the batch.
 
-    needs: further demands on the Problem for that. cost_us: as `Kernel.cost_us`, where the policy costs time.
+    needs: further demands on the Problem for that. cost_us: as `Kernel.cost_us`, where the policy
+    costs time.
     """
 
     needs: tuple[Need, ...] = ()
@@ -63,9 +69,12 @@ class Invariant:
 class Plan:
     """How a kernel plans for a batch.
 
-    sizes: (length of a host's plan, bytes of the workspace) from its op's statics and the largest sizes; see `attnops.ops.plan`.
-    device: takes the op's arguments by name and returns the `plan` that the kernel reads on the device, made once a step and timed with
-        the kernel. Without one the kernel makes the same in every layer: `cost_us` tells the two apart by `Problem.step.plan`.
+    sizes: (length of a host's plan, bytes of the workspace) from its op's statics and the largest
+    sizes; see `attnops.ops.plan`.
+    device: takes the op's arguments by name and returns the `plan` that the kernel reads on the
+    device, made once a step and timed with
+        the kernel. Without one the kernel makes the same in every layer: `cost_us` tells the two
+        apart by `Problem.step.plan`.
     """
 
     sizes: Callable[..., tuple[int, int]] | None = None
@@ -74,7 +83,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far results may be off. factor: on the numerics budget. rounded_sums: the lse adds up weights rounded to the query's dtype."""
+    """How far results may be off. factor: on the numerics budget. rounded_sums: the lse adds up
+    weights rounded to the query's dtype."""
 
     factor: float = 1.0
     rounded_sums: bool = False
@@ -85,28 +95,52 @@ def check_fields(kernel: Kernel) -> None:
 
     def want(ok: bool, field: str, text: str) -> None:
         if not ok:
-            raise RegistrationError(f"kernel {kernel.name}: {field} got {attrgetter(field)(kernel)!r}, want {text}")
+            raise RegistrationError(
+                f"kernel {kernel.name}: {field} got {attrgetter(field)(kernel)!r}, want {text}"
+            )
 
     kinds: dict[str, Any] = {"capture": Capture, "tolerance": Tolerance, "plan": Plan}
     for name, kind in (kinds | {"inline": Inline | None, "invariant": Invariant | None}).items():
-        want(isinstance(getattr(kernel, name), kind), name, f"a value of type {getattr(kind, '__name__', kind)}")
+        want(
+            isinstance(getattr(kernel, name), kind),
+            name,
+            f"a value of type {getattr(kind, '__name__', kind)}",
+        )
     demands = ["invariant.needs"] * (kernel.invariant is not None)
     demands += ["repeats"] * (kernel.repeats is not None)
     for name in ("needs", *demands):
         needs = attrgetter(name)(kernel)
-        want(isinstance(needs, tuple) and all(map(callable, needs)), name, "a tuple of functions of a Problem")
-    want(isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages), "packages", "a tuple of Package")
+        want(
+            isinstance(needs, tuple) and all(map(callable, needs)),
+            name,
+            "a tuple of functions of a Problem",
+        )
+    want(
+        isinstance(kernel.packages, tuple) and all(isinstance(p, Package) for p in kernel.packages),
+        "packages",
+        "a tuple of Package",
+    )
     factor = kernel.tolerance.factor
     want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
     want(isinstance(kernel.takes, frozenset | set), "takes", "a frozenset of names of arguments")
     want(callable(kernel.cost_us), "cost_us", "a function")
     optional = ["probe", "ahead", "workspace_bytes", "plan.sizes", "plan.device"]
-    optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (kernel.invariant is not None)
+    optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (
+        kernel.invariant is not None
+    )
     for name in optional:
-        want(attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)), name, "a function or None")
+        want(
+            attrgetter(name)(kernel) is None or callable(attrgetter(name)(kernel)),
+            name,
+            "a function or None",
+        )
     want(takes_a_call(kernel.run), "run", "a function of one parameter, the call (contract 2)")
     want(_dtypes(kernel.dtypes) and bool(kernel.dtypes), "dtypes", DTYPES)
-    want(kernel.kv_dtypes is None or (_dtypes(kernel.kv_dtypes) and bool(kernel.kv_dtypes)), "kv_dtypes", f"{DTYPES}, or None")
+    want(
+        kernel.kv_dtypes is None or (_dtypes(kernel.kv_dtypes) and bool(kernel.kv_dtypes)),
+        "kv_dtypes",
+        f"{DTYPES}, or None",
+    )
 
 
 DTYPES = "a tuple of at least one torch.dtype"

@@ -33,7 +33,8 @@ ENTRY = "init_continuous_batching"
 
 _TABLES = "max_blocks_per_request"
 _CONFIG = "continuous_batching_config"
-# The method of a manager that makes the buffers of inputs, or resets them in the thread that runs batches.
+# The method of a manager that makes the buffers of inputs, or resets them in the thread that runs
+# batches.
 _MAKE = "_create_batch_processor"
 _COMPILES = ("default_compile_level", "varlen_compile_config", "decode_compile_config")
 _OLD_CACHE = "transformers.generation.continuous_batching.cache_manager"
@@ -108,7 +109,9 @@ def _keeps_tables(given: Any) -> bool:
 
 def _is_ours(name: str) -> bool:
     """Is this the name of our attention in continuous batching?"""
-    return name.startswith(NAME) and name.endswith(ENDING) if FILLS else name.startswith(PREFIX + NAME)
+    return (
+        name.startswith(NAME) and name.endswith(ENDING) if FILLS else name.startswith(PREFIX + NAME)
+    )
 
 
 # A patched model ----------------------------------------------------------------------------------

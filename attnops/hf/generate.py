@@ -20,7 +20,8 @@ NO_CACHE = "generate() made no cache for this model"
 
 
 def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
-    """`generate()` of a patched model: the model's own, with the promise that masks only grow (see attnops.hf.generation)."""
+    """`generate()` of a patched model: the model's own, with the promise that masks only grow (see
+    attnops.hf.generation)."""
     handle: Patched = method.owner.__dict__[MARK]
     kwargs = cache_names.renamed(kwargs)
     handle._settle()
@@ -33,7 +34,12 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
             kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs)
         try:
             result = method.original(*args, **kwargs)
-            if paged is not None and paged.chosen and generation.why is None and not generation.custom:
+            if (
+                paged is not None
+                and paged.chosen
+                and generation.why is None
+                and not generation.custom
+            ):
                 not_fast.warn(method.owner, not_fast.PAGES, NO_CACHE)
             return result
         except torch.OutOfMemoryError:

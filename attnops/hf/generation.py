@@ -1,9 +1,11 @@
-"""Recognises the steps of a `generate()`, whose 2-D mask is the previous mask with ones appended, and needs no further check.
+"""Recognises the steps of a `generate()`, whose 2-D mask is the previous mask with ones appended,
+and needs no further check.
 
-Other calls in the meantime (another model in a LogitsProcessor, the same model on a negative prompt, a nested `generate()`) make no such
-promise. It holds for one model and one chain of masks: `generate()` makes the arguments of each step by `prepare_inputs_for_generation`,
-whose mask is the object that the forward gets; `_update_model_kwargs_for_generation` makes the next mask from the last. Where that
-chain breaks, masks are checked.
+Other calls in the meantime (another model in a LogitsProcessor, the same model on a negative
+prompt, a nested `generate()`) make no such promise. It holds for one model and one chain of masks:
+`generate()` makes the arguments of each step by `prepare_inputs_for_generation`, whose mask is the
+object that the forward gets; `_update_model_kwargs_for_generation` makes the next mask from the
+last. Where that chain breaks, masks are checked.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from attnops.hf.models.methods import Method
 
 
 class Verdict(NamedTuple):
-    """The check of a 2-D mask. run: every row is one run of ones. full: it has no zeros. grows: it stays one run with ones appended."""
+    """The check of a 2-D mask. run: every row is one run of ones. full: it has no zeros. grows: it
+    stays one run with ones appended."""
 
     run: bool
     full: bool
@@ -31,19 +34,23 @@ class Verdict(NamedTuple):
 
 @dataclass(eq=False)
 class Generation:
-    """The masks of one `generate()` call. After a mask that fails the check, all masks of the call are checked.
+    """The masks of one `generate()` call. After a mask that fails the check, all masks of the call
+    are checked.
 
     owner: the model, or None for a block in which all masks grow.
     inside: a step of the owner is under way.
     verdict: the check of its masks so far; None before the first.
-    checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit (see attnops.hf.attention.mask).
+    checked: the padding `[rows]` of the cache of pages which the prompt's mask was found to fit
+    (see attnops.hf.attention.mask).
     prompt: columns of the prompt's mask, None without one.
     lent: the caches made for it (attnops.hf.page_model).
     why: why its cache is transformers' own, "" where it is not, None before the cache is chosen.
     custom: the caller passed a loop of its own.
     graphs: the mode of graphs that its last step ran in, "" without.
-    layers: how compiled layers ran its prompt, "compiled" or "captured"; "" where the model's own ran it.
-    loop: why the loop around its steps is transformers' own, "" where it is not (attnops.hf.steps.decode_loop).
+    layers: how compiled layers ran its prompt, "compiled" or "captured"; "" where the model's own
+    ran it.
+    loop: why the loop around its steps is transformers' own, "" where it is not
+    (attnops.hf.steps.decode_loop).
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
     around: the generation in whose call this one began, as in a LogitsProcessor.
@@ -96,7 +103,8 @@ def current_generation() -> Generation | None:
 
 @contextmanager
 def growing(owner: nn.Module | None = None) -> Iterator[Generation]:
-    """Within the block (and this thread) the steps of `owner` are those of one `generate()`. None: so is every call of any model."""
+    """Within the block (and this thread) the steps of `owner` are those of one `generate()`. None:
+    so is every call of any model."""
     before = running_generation()
     _THREAD.running = Generation(owner, inside=owner is None, around=before)
     try:
@@ -112,7 +120,8 @@ def _running(owner: Any) -> Generation | None:
 
 
 def _of(owner: Any, mask: Any) -> Generation | None:
-    """The generation of the owner that runs, if this is the mask of its next step. Each chunk of a prompt brings a mask of its own."""
+    """The generation of the owner that runs, if this is the mask of its next step. Each chunk of a
+    prompt brings a mask of its own."""
     running = _running(owner)
     return None if running is None or (running.last and mask is not running.last[0]) else running
 
@@ -150,7 +159,17 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def watch(owner: Any) -> list[Method | RemovableHandle]:
-    """Follow the model's calls, to recognise the steps of its `generate()`. The `remove()` of each result ends it."""
-    chain = {"prepare_inputs_for_generation": _prepare, "_update_model_kwargs_for_generation": _update}
-    methods = [Method(owner, name, function) for name, function in chain.items() if hasattr(owner, name)]
-    return [*methods, owner.register_forward_pre_hook(_enter, with_kwargs=True), owner.register_forward_hook(_leave, always_call=True)]
+    """Follow the model's calls, to recognise the steps of its `generate()`. The `remove()` of each
+    result ends it."""
+    chain = {
+        "prepare_inputs_for_generation": _prepare,
+        "_update_model_kwargs_for_generation": _update,
+    }
+    methods = [
+        Method(owner, name, function) for name, function in chain.items() if hasattr(owner, name)
+    ]
+    return [
+        *methods,
+        owner.register_forward_pre_hook(_enter, with_kwargs=True),
+        owner.register_forward_hook(_leave, always_call=True),
+    ]

@@ -1,4 +1,5 @@
-"""Warns of a model that could have had pages or CUDA graphs and does not get them (`attnops.core.errors.NotFast`).
+"""Warns of a model that could have had pages or CUDA graphs and does not get them
+(`attnops.core.errors.NotFast`).
 
 What the caller chose needs no warning: a cache of their own, beam search, hooks, `decode="hf"`.
 """
@@ -11,7 +12,8 @@ from attnops.core.errors import NotFast, warn_once
 
 
 class Loss(NamedTuple):
-    """What a model does not get. instead: the option of `patch` that asks for no more, "" without one."""
+    """What a model does not get. instead: the option of `patch` that asks for no more, "" without
+    one."""
 
     what: str
     instead: str

@@ -1,8 +1,10 @@
-"""`patch(model, cache="paged")`: its changes to a model, besides the attention function, and the caches it makes.
+"""`patch(model, cache="paged")`: its changes to a model, besides the attention function, and the
+caches it makes.
 
-Either every attention module that transformers' interface reaches caches latents, or none does and those with a cache keep keys and
-values. Other layers may keep states of linear attention, but no keys. Each module with pages gets a hook, and those with latents a method
-of the instance; the model gets the method by which `generate()` makes its cache. `undo` removes all of them.
+Either every attention module that transformers' interface reaches caches latents, or none does and
+those with a cache keep keys and values. Other layers may keep states of linear attention, but no
+keys. Each module with pages gets a hook, and those with latents a method of the instance; the model
+gets the method by which `generate()` makes its cache. `undo` removes all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ from attnops.hf.cache import support as paged_models
 from attnops.hf.cache.idle_pages import MOST_IDLE, Pool
 from attnops.hf.cache.model_pages import DRAFTS, ModelPages, Sizes
 from attnops.hf.cache.names import argument_of, cache_in, named, renamed
-from attnops.hf.cache.paged_cache import PagedKeyCache, PagedLatentCache, PagedModelCache, Returned, has_states, layers_without_pages
+from attnops.hf.cache.paged_cache import (
+    PagedKeyCache,
+    PagedLatentCache,
+    PagedModelCache,
+    Returned,
+    has_states,
+    layers_without_pages,
+)
 from attnops.hf.cache.support import refuse_unless
 from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.generation import Generation, current_generation, running_generation
@@ -49,7 +58,14 @@ from attnops.hf.steps.decode_loop import Loop
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import begin
 from attnops.hf.steps.prompt import is_prompt
-from attnops.hf.steps.reasons import Call, Reason, drafts, refuse_given, why_unpaged, why_unpaged_unasked
+from attnops.hf.steps.reasons import (
+    Call,
+    Reason,
+    drafts,
+    refuse_given,
+    why_unpaged,
+    why_unpaged_unasked,
+)
 from attnops.nn.absorb import HELD, expire
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.pages.plan import latent_layers
@@ -59,18 +75,33 @@ _MAKING = threading.Lock()
 
 
 class PagedMode:
-    """The changes of `cache="paged"` to a model. It holds data only, so that a deep copy of a patched model has one of its own.
+    """The changes of `cache="paged"` to a model. It holds data only, so that a deep copy of a
+    patched model has one of its own.
 
     windows: the modules with pages, by layer, and for each the tokens that a query sees; 0: all.
     """
 
-    def __init__(self, owner: Any, found: Match, kernel: str | None, implementation: str, decode: Decode, chosen: bool = False) -> None:
-        """Inspect the modules, without changes. Raises PatchError, naming them, when the model cannot be served.
+    def __init__(
+        self,
+        owner: Any,
+        found: Match,
+        kernel: str | None,
+        implementation: str,
+        decode: Decode,
+        chosen: bool = False,
+    ) -> None:
+        """Inspect the modules, without changes. Raises PatchError, naming them, when the model
+        cannot be served.
 
         chosen: pages were not asked for, and serve only calls that they make faster.
         """
         self._owner, self._config = owner, owner.config.get_text_config(decoder=True)
-        self.kernel, self.implementation, self.decode, self.chosen = kernel, implementation, decode, chosen
+        self.kernel, self.implementation, self.decode, self.chosen = (
+            kernel,
+            implementation,
+            decode,
+            chosen,
+        )
         self._graphed = decode.mode != "hf"
         sites = [site for site in found.sites if site.reason is None]
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
@@ -84,16 +115,28 @@ class PagedMode:
         self.layers: tuple[int, ...] = tuple(module.layer_idx for module in modules)
         model = type(owner).__name__
         got = f"got layers {list(self.layers)} of {model}"
-        refuse_unless(len({*self.layers}) == len(modules), f"{got}, want a layer_idx of its own in each module")
-        # Under the masks of some models blocks of tokens (of an image) see each other both ways. Their code then names them.
-        self.blocks = not self.latents and "block_sequence_ids" in inspect.getsource(sys.modules[type(owner).__module__])
-        windows = (0,) * len(modules) if self.latents else paged_models.windows_of(owner, self._config, self.layers)
+        refuse_unless(
+            len({*self.layers}) == len(modules),
+            f"{got}, want a layer_idx of its own in each module",
+        )
+        # Under the masks of some models blocks of tokens (of an image) see each other both ways.
+        # Their code then names them.
+        self.blocks = not self.latents and "block_sequence_ids" in inspect.getsource(
+            sys.modules[type(owner).__module__]
+        )
+        windows = (
+            (0,) * len(modules)
+            if self.latents
+            else paged_models.windows_of(owner, self._config, self.layers)
+        )
         self.windows = dict(zip(modules, windows, strict=True))
         self._lists = paged_models.lists_of(owner, self.windows)
         try:
             others = layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
-            raise PatchError(f'patch: cache="paged" cannot make a cache for {model}: {error}') from error
+            raise PatchError(
+                f'patch: cache="paged" cannot make a cache for {model}: {error}'
+            ) from error
         if hasattr(owner, "generate"):
             paged_models.check_generate(owner)
         self._check_steps([number for number, layer in others.items() if has_states(layer)])
@@ -106,15 +149,25 @@ class PagedMode:
         self._kept: tuple[Problem, ...] | None = None
 
     def _check_steps(self, states: list[int]) -> None:
-        """Raise PatchError where graphs are asked for that cannot be made. states: the layers that keep states."""
+        """Raise PatchError where graphs are asked for that cannot be made. states: the layers that
+        keep states."""
         if not self._graphed:
             return
-        device, mode = paged_models.where(next(iter(self.windows)), self._owner)[0], self.decode.mode
+        device, mode = (
+            paged_models.where(next(iter(self.windows)), self._owner)[0],
+            self.decode.mode,
+        )
         got = f"patch: got decode={mode!r} for {type(self._owner).__name__}"
         if states:
-            fail(PatchError, f"{got}, whose layers {states} have states that move; want decode='hf'")
+            fail(
+                PatchError, f"{got}, whose layers {states} have states that move; want decode='hf'"
+            )
         if "position_ids" not in inspect.signature(type(self._owner).forward).parameters:
-            fail(PatchError, f"{got}, which counts positions by its masks; want decode='hf', or a model that takes position_ids")
+            fail(
+                PatchError,
+                f"{got}, which counts positions by its masks; want decode='hf', or a model that "
+                "takes position_ids",
+            )
         if mode != "auto" and self.decode.graphs is None and device.type not in ("cuda", "meta"):
             want = "a model on a GPU, or decode='auto', which makes graphs where there is one"
             fail(PatchError, f"{got} on {device}; want {want}")
@@ -130,11 +183,14 @@ class PagedMode:
         if self.decode.mode in ("auto", "piecewise") and self.decode.pack:
             self.packed = pack_linears(owner)
         if self.blocks:
-            changes.append(owner.register_forward_pre_hook(paged_models.refuse_blocks, with_kwargs=True))
+            changes.append(
+                owner.register_forward_pre_hook(paged_models.refuse_blocks, with_kwargs=True)
+            )
         for module in self.windows:
             changes.append(module.register_forward_pre_hook(hand_over, with_kwargs=True))
             if self.latents:
-                # A partial and not a bound method, which would be pickled as a name that the module's class does not have.
+                # A partial and not a bound method, which would be pickled as a name that the
+                # module's class does not have.
                 place(module, "expand_kv", functools.partial(paged_models.let_through, module))
         if hasattr(owner, "generate"):
             changes.append(Method(owner, PREPARE, self.prepare))
@@ -147,7 +203,12 @@ class PagedMode:
         with _MAKING:
             if self._decoder is None:
                 assert self._forward is not None
-                self._decoder = Decoder(self._owner, self.decode, self._forward.original, functools.partial(self._over, filled=True))
+                self._decoder = Decoder(
+                    self._owner,
+                    self.decode,
+                    self._forward.original,
+                    functools.partial(self._over, filled=True),
+                )
             return self._decoder
 
     @property
@@ -163,15 +224,30 @@ class PagedMode:
             self._decoder.forget(pages)
 
     def notes(self) -> tuple[str, ...]:
-        """The bytes of pages and graphs that later calls find, and notes on steps, for the report."""
-        idle, graphs, of_steps = 0 if self._pool is None else self._pool.idle_bytes, 0, tuple[str, ...]()
+        """The bytes of pages and graphs that later calls find, and notes on steps, for the
+        report."""
+        idle, graphs, of_steps = (
+            0 if self._pool is None else self._pool.idle_bytes,
+            0,
+            tuple[str, ...](),
+        )
         if self._decoder is not None:
-            graphs, of_steps = self._decoder.captures.nbytes + self.loop.nbytes, self._decoder.notes()
-        held = f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} MiB of graphs"
-        return f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()", *of_steps
+            graphs, of_steps = (
+                self._decoder.captures.nbytes + self.loop.nbytes,
+                self._decoder.notes(),
+            )
+        held = (
+            f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} "
+            "MiB of graphs"
+        )
+        return (
+            f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()",
+            *of_steps,
+        )
 
     def release(self) -> None:
-        """Free idle pages, and every graph. Graphs that could not be made, as when memory was short, are tried again."""
+        """Free idle pages, and every graph. Graphs that could not be made, as when memory was
+        short, are tried again."""
         self.pool.clear()
         self._free_graphs()
 
@@ -201,32 +277,43 @@ class PagedMode:
             gc.collect()
         if self.packed is not None:
             # Groups that were contiguous before are not ours.
-            replace(self.packed, groups=tuple(group for group in self.packed.groups if group.moved)).unpack()
+            replace(
+                self.packed, groups=tuple(group for group in self.packed.groups if group.moved)
+            ).unpack()
             self.packed = None
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
-        """A cache of exactly these sizes. Raises InvalidInput, PageSizeConflict, torch.OutOfMemoryError."""
+        """A cache of exactly these sizes. Raises InvalidInput, PageSizeConflict,
+        torch.OutOfMemoryError."""
         return self.pool.lend(self._over, self._sizes(rows, length), page_size, exact=True)
 
     def lend(self, rows: int, length: int, drafts: int = 0, back: int = 0) -> PagedModelCache:
-        """A cache of these sizes at least. `give_back` takes its pages back, else they come back when the cache is dropped, as one is
-        that `generate()` returned to its caller.
+        """A cache of these sizes at least. `give_back` takes its pages back, else they come back
+        when the cache is dropped, as one is that `generate()` returned to its caller.
 
-        drafts: positions past `length` for which there shall be room. back: positions of a step that may be taken back.
+        drafts: positions past `length` for which there shall be room. back: positions of a step
+        that may be taken back.
         """
         return self.pool.lend(self._over, self._sizes(rows, length + drafts, back))
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
         kind = PagedLatentCache if self.latents else PagedKeyCache
-        cache = kind(pages, self.layers, functools.partial(layers_without_pages, self._config, self.layers), filled)
+        cache = kind(
+            pages,
+            self.layers,
+            functools.partial(layers_without_pages, self._config, self.layers),
+            filled,
+        )
         if self._graphed:
-            # transformers shall neither compile the step nor make the masks that a compiled one is given.
+            # transformers shall neither compile the step nor make the masks that a compiled one is
+            # given.
             for layer in cache.layers:
                 layer.is_compileable = False
         return cache
 
     def unpaged(self, cache: PagedModelCache) -> Any:
-        """What `generate()` returns to a caller who did not ask for pages: transformers' own cache, or `cache` if memory is short."""
+        """What `generate()` returns to a caller who did not ask for pages: transformers' own cache,
+        or `cache` if memory is short."""
         try:
             made = unpaged(cache, self._config)
         except torch.OutOfMemoryError:
@@ -243,15 +330,19 @@ class PagedMode:
         if self.latents:
             dims = dims_of(module)
             heads = getattr(module, "num_heads", None) or self._config.num_attention_heads
-            layers = (latent_layers(heads, 0, dtype, dims.latent + dims.rope, dims.latent),) * len(self.layers)
+            layers = (latent_layers(heads, 0, dtype, dims.latent + dims.rope, dims.latent),) * len(
+                self.layers
+            )
             return Sizes(rows, length, layers, device, self.kernel, fixed=self._graphed)
         if self._kept is None or self._kept[0].dtype != dtype:
             self._kept = paged_models.probe(self._owner, self._config, self.windows, dtype)
-        return Sizes(rows, length, self._kept, device, self.kernel, max(DRAFTS, back), self._graphed)
+        return Sizes(
+            rows, length, self._kept, device, self.kernel, max(DRAFTS, back), self._graphed
+        )
 
     def forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model: graphs for the decode steps of its `generate()`, compiled layers
-        for prompts, else the model's own."""
+        """The forward of the model: graphs for the decode steps of its `generate()`, compiled
+        layers for prompts, else the model's own."""
         if torch.compiler.is_compiling():
             return method.original(*args, **kwargs)
         kwargs = renamed(kwargs, argument_of(self._owner))
@@ -273,8 +364,11 @@ class PagedMode:
             generation.layers = decoder.prompts.took
         return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
 
-    def _step(self, decoder: Decoder, cache: Any, generation: Generation, kwargs: dict[str, Any]) -> Tensor | None:
-        """The logits of a step in graphs; None for another call, or where the model's own forward is to run it."""
+    def _step(
+        self, decoder: Decoder, cache: Any, generation: Generation, kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """The logits of a step in graphs; None for another call, or where the model's own forward
+        is to run it."""
         logits = None
         if calls.serves(kwargs, cache) and generation.checked is cache.state.pages.pad:
             logits = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
@@ -285,13 +379,31 @@ class PagedMode:
         return logits
 
     def prepare(
-        self, method: Method, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
+        self,
+        method: Method,
+        generation_config: Any,
+        model_kwargs: Any,
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> Any:
-        """`_prepare_cache_for_generation` of the model: a paged cache, where transformers would have made one of its own choice."""
-        given, generation, mask = cache_in(model_kwargs), running_generation(), model_kwargs.get("attention_mask")
+        """`_prepare_cache_for_generation` of the model: a paged cache, where transformers would
+        have made one of its own choice."""
+        given, generation, mask = (
+            cache_in(model_kwargs),
+            running_generation(),
+            model_kwargs.get("attention_mask"),
+        )
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
-        call = Call(self._owner, generation_config, generation_mode, model_kwargs, self._elsewhere(), self.blocks)
+        call = Call(
+            self._owner,
+            generation_config,
+            generation_mode,
+            model_kwargs,
+            self._elsewhere(),
+            self.blocks,
+        )
         rows, passed = batch_size * call.copies, isinstance(given, PagedModelCache)
         relisted = self._relisted(passed)
         if passed:
@@ -306,24 +418,35 @@ class PagedMode:
             generation.lent += [] if cache is None else [cache]
         if cache is None:
             self._warn(reasons if given is None else [])
-            return method.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+            return method.original(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
         model_kwargs.update(named(cache))
         begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
         return None
 
     def _elsewhere(self) -> str | None:
-        """An attention to which a layer was switched after the patch, and which does not know pages."""
+        """An attention to which a layer was switched after the patch, and which does not know
+        pages."""
         names = (module.config._attn_implementation_internal for module in self.windows)
         return next((str(name) for name in names if name != self.implementation), None)
 
     def _relisted(self, passed: bool) -> str:
-        """Which list of layers has others than at patch(); "" for none. Raises InvalidInput where pages were asked for or passed."""
+        """Which list of layers has others than at patch(); "" for none. Raises InvalidInput where
+        pages were asked for or passed."""
         relisted = paged_models.relisted(self._owner, self._lists)
         taken = passed or not self.chosen
-        need(not (relisted and taken), "layers", relisted, "as many as the pages have; after a change call unpatch(), then patch()")
+        need(
+            not (relisted and taken),
+            "layers",
+            relisted,
+            "as many as the pages have; after a change call unpatch(), then patch()",
+        )
         return relisted
 
-    def _lent(self, call: Call, rows: int, length: int, reasons: list[Reason]) -> PagedModelCache | None:
+    def _lent(
+        self, call: Call, rows: int, length: int, reasons: list[Reason]
+    ) -> PagedModelCache | None:
         """A cache for a call; None, and one reason more, where there is none."""
         try:
             return self.lend(rows, length, *drafts(call))
@@ -340,15 +463,21 @@ class PagedMode:
         """Warn of pages that a call does not get, where the caller may not know."""
         if self.chosen:
             if reasons and not any(reason.chosen for reason in reasons):
-                not_fast.warn(self._owner, not_fast.PAGES, "; ".join(reason.why for reason in reasons))
+                not_fast.warn(
+                    self._owner, not_fast.PAGES, "; ".join(reason.why for reason in reasons)
+                )
             return
         for reason in reasons:
             if reason.told:
-                text = f"attnops: {reason.why}, so generate() uses transformers' own cache and not pages"
+                text = (
+                    f"attnops: {reason.why}, so generate() uses transformers' own cache and "
+                    "not pages"
+                )
                 warnings.warn(text, stacklevel=5)
 
     def _warn_of_arguments(self, names: Sequence[str]) -> None:
-        """Warn of arguments that keep steps out of graphs, unless the caller asks for what they return."""
+        """Warn of arguments that keep steps out of graphs, unless the caller asks for what they
+        return."""
         unasked = [name for name in names if not name.startswith("output_")]
         if names and len(unasked) == len(names):
             why = f"they get {', '.join(names)}, and graphs take tokens and positions alone"
@@ -365,16 +494,22 @@ class PagedMode:
 
 
 def _goes_on(generation: Generation, mask: Any) -> bool:
-    """Is this the mask of a call behind the prompt? The prompt's mask was checked, and generate() only appends ones to it. Each chunk of
-    a prompt brings more of the mask."""
+    """Is this the mask of a call behind the prompt? The prompt's mask was checked, and generate()
+    only appends ones to it. Each chunk of a prompt brings more of the mask."""
     prompt = generation.prompt
-    return prompt is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt)
+    return prompt is None or (
+        isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt
+    )
 
 
 def give_back(cache: PagedModelCache) -> None:
-    """Take the pages from a cache that was lent, so that others may use them. Later uses of the cache raise InvalidInput."""
+    """Take the pages from a cache that was lent, so that others may use them. Later uses of the
+    cache raise InvalidInput."""
     state = cache.state
     if state.give_back is not None:
         want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
-        state.pages, state.step = Returned("the cache of a generate() call that has ended", want), None
+        state.pages, state.step = (
+            Returned("the cache of a generate() call that has ended", want),
+            None,
+        )
         state.give_back()

@@ -46,12 +46,15 @@ _OPTIONS = "_attnops_options"
 
 
 class Patched(Handle):
-    """A patched model, and the way back. Made by `patch`; also a context manager that unpatches at its end.
+    """A patched model, and the way back. Made by `patch`; also a context manager that unpatches at
+    its end.
 
     It holds data only, so a deep copy of a patched model is patched and has a handle of its own.
     """
 
-    def __init__(self, model: nn.Module, owner: Any, asked: Options, decode: Decode, found: Match) -> None:
+    def __init__(
+        self, model: nn.Module, owner: Any, asked: Options, decode: Decode, found: Match
+    ) -> None:
         self._options, self._proof = served(owner, found, asked)
         self._held, self.asked, self.decode = model, asked, decode
         self.implementation, self._found = implementation(self._options), found
@@ -64,17 +67,28 @@ class Patched(Handle):
         self._last: Report | None = None
         if _forced(asked, decode):
             self._settle()
-        self._switched = [(config, config._attn_implementation_internal) for config in found.configs]
+        self._switched = [
+            (config, config._attn_implementation_internal) for config in found.configs
+        ]
         switch(found.configs, self.implementation)
         let_configs_ask(found.configs)
-        self._parts: tuple[Experts | Routers | Rows, ...] = Experts(model), Routers(model), Rows(model)
-        # Each module may be pickled without the rest of the model, and options register themselves where they are loaded.
+        self._parts: tuple[Experts | Routers | Rows, ...] = (
+            Experts(model),
+            Routers(model),
+            Rows(model),
+        )
+        # Each module may be pickled without the rest of the model, and options register themselves
+        # where they are loaded.
         switched = {id(config) for config in found.configs}
-        self._marked = [module for module in owner.modules() if id(getattr(module, "config", None)) in switched]
+        self._marked = [
+            module for module in owner.modules() if id(getattr(module, "config", None)) in switched
+        ]
         for module in self._marked:
             module.__dict__[_OPTIONS] = self._options
         place(owner, MARK, self)
-        self._watching: list[Method | RemovableHandle] = [owner.register_forward_pre_hook(note, with_kwargs=True)]
+        self._watching: list[Method | RemovableHandle] = [
+            owner.register_forward_pre_hook(note, with_kwargs=True)
+        ]
         # The masks of generate() only grow, so that most of its steps need no check.
         if hasattr(owner, "generate"):
             self._watching += [Method(owner, "generate", generate), *watch(owner)]
@@ -84,7 +98,8 @@ class Patched(Handle):
         self._tell()
 
     def _settle(self) -> None:
-        """Take the pages and graphs that the options and the device of the weights allow. Raises PatchError if pages are asked for."""
+        """Take the pages and graphs that the options and the device of the weights allow. Raises
+        PatchError if pages are asked for."""
         how, forced = self.decode, _forced(self.asked, self.decode)
         device = self._owner.device.type
         fast = how.graphs is not None or device == "cuda"
@@ -102,7 +117,8 @@ class Patched(Handle):
                 self._why = f"the model is on {device}: pages and graphs are for a GPU"
 
     def _take(self, how: Decode, forced: bool) -> None:
-        """Take pages and graphs, or note why the model has none. Raises PatchError and others if they are asked for."""
+        """Take pages and graphs, or note why the model has none. Raises PatchError and others if
+        they are asked for."""
         if not forced and (why := callers_choice(self._owner, self.asked.mask)):
             self._why = why
             return
@@ -128,21 +144,30 @@ class Patched(Handle):
         chosen = not _forced(self.asked, self.decode)
         if chosen and self._options.mask == "additive":
             fail(PatchError, "the model needs additive masks, and pages take none")
-        paged = PagedMode(self._owner, self._found, self._options.kernel, self.implementation, how, chosen)
+        paged = PagedMode(
+            self._owner, self._found, self._options.kernel, self.implementation, how, chosen
+        )
         paged.apply()
         self._paged = paged
 
     def unpatch(self) -> None:
-        """Give the model back as it was. A config that was switched to something else since then is left at that. Idempotent.
+        """Give the model back as it was. A config that was switched to something else since then is
+        left at that. Idempotent.
 
-        Caches of `new_cache` are of no more use. Raises PatchError within a `generate()` of the model, as in a streamer.
+        Caches of `new_cache` are of no more use. Raises PatchError within a `generate()` of the
+        model, as in a streamer.
         """
         with PATCHING:
             if not self.active:
                 return
             if is_generating(self._owner):
-                got = f"{type(self._owner).__name__} within a call of its generate(), as in a streamer or a logits processor"
-                fail(PatchError, f"unpatch: got {got}; want unpatch() after generate() has returned")
+                got = (
+                    f"{type(self._owner).__name__} within a call of its generate(), as in a "
+                    "streamer or a logits processor"
+                )
+                fail(
+                    PatchError, f"unpatch: got {got}; want unpatch() after generate() has returned"
+                )
             self._undo()
 
     def _undo(self) -> None:
@@ -170,27 +195,46 @@ class Patched(Handle):
         self._switched.clear()
 
     def report(self) -> Report:
-        """Every attention module with its status, and how `generate()` runs. `print` it, give it to rich, or take `Report.to_dict()`.
+        """Every attention module with its status, and how `generate()` runs. `print` it, give it to
+        rich, or take `Report.to_dict()`.
 
         After `unpatch()` it is that of the moment of `unpatch()`.
         """
         return self._last or self._report()
 
     def _report(self) -> Report:
-        options, rows, others = self._options, list[Row](), {id(config): name for config, name in self._others()}
+        options, rows, others = (
+            self._options,
+            list[Row](),
+            {id(config): name for config, name in self._others()},
+        )
         for site in self._found.sites:
-            phases = paged_models.phases(site.module, None if self._paged is None else self._paged.windows.get(site.module))
+            phases = paged_models.phases(
+                site.module, None if self._paged is None else self._paged.windows.get(site.module)
+            )
             other = others.get(id(getattr(site.module, "config", None)))
             reason = site.reason or (other and f"its attention was set to {other!r} after patch()")
             told = (f"skipped: {reason}", "") if reason else (PATCHED, phases)
             rows.append(Row(site.path, type(site.module).__name__, *told))
         notes = notes_of(options, self._found, self._paged, self._proof, self._why)
         notes += tuple(note for part in self._parts if self.active for note in part.notes())
-        return Report(type(self.model).__name__, options.kernel, tuple(rows), notes, self.implementation, options.mask, options.cache)
+        return Report(
+            type(self.model).__name__,
+            options.kernel,
+            tuple(rows),
+            notes,
+            self.implementation,
+            options.mask,
+            options.cache,
+        )
 
     def _others(self) -> list[tuple[Any, str]]:
         """Configs whose attention the caller has set to another since, and its name."""
-        named = [(config, config._attn_implementation_internal) for config, _ in self._switched if self.active]
+        named = [
+            (config, config._attn_implementation_internal)
+            for config, _ in self._switched
+            if self.active
+        ]
         return [(config, name) for config, name in named if name not in batching.names_of(self)]
 
     @property
@@ -199,25 +243,29 @@ class Patched(Handle):
         return self._took
 
     def release(self) -> None:
-        """Free the pages that `generate()` and dropped caches have left for later calls, and every graph: of steps, of prompts and of the
-        choice of tokens, over pages that a cache uses, too. The next call captures anew what it needs, after any change of the model. It
-        also tries graphs again that could not be made, as when memory was short."""
+        """Free the pages that `generate()` and dropped caches have left for later calls, and every
+        graph: of steps, of prompts and of the choice of tokens, over pages that a cache uses, too.
+        The next call captures anew what it needs, after any change of the model. It also tries
+        graphs again that could not be made, as when memory was short."""
         if self._paged is not None:
             self._paged.release()
 
-    def new_cache(self, max_batch: int, max_length: int, *, page_size: int | None = None) -> PagedModelCache:
-        """A cache of pages to pass to the model or to `generate()`, for a model patched with `cache="paged"`.
+    def new_cache(
+        self, max_batch: int, max_length: int, *, page_size: int | None = None
+    ) -> PagedModelCache:
+        """A cache of pages to pass to the model or to `generate()`, for a model patched with
+        `cache="paged"`.
 
-        `generate()` makes its own where it is given none. Before the first cache of a model without latents the model runs for one token,
-        to find the sizes of its keys.
+        `generate()` makes its own where it is given none. Before the first cache of a model without
+        latents the model runs for one token, to find the sizes of its keys.
 
         Args:
             max_batch: rows.
             max_length: positions of each, padding and tokens to come included.
             page_size: tokens a page; None: negotiated, see `attnops.cache.page_size`.
 
-        Raises PatchError: the model is patched otherwise, or not any more; InvalidInput: a number is no size; PageSizeConflict: the forced
-        kernel does not take such pages.
+        Raises PatchError: the model is patched otherwise, or not any more; InvalidInput: a number
+        is no size; PageSizeConflict: the forced kernel does not take such pages.
         """
         self._settle_active("new_cache")
         if self._paged is None:
@@ -225,13 +273,18 @@ class Patched(Handle):
             fail(PatchError, f'new_cache: got a model without pages ({why}); want cache="paged"')
         return self._paged.new_cache(max_batch, max_length, page_size)
 
-    def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
-        """One token more for each row of a cache, from graphs: for a model on a GPU, or patched with graphs for another device.
+    def step(
+        self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """One token more for each row of a cache, from graphs: for a model on a GPU, or patched
+        with graphs for another device.
 
-        It is the step of `generate()`: call the model on the prompt, and this on every token after it.
+        It is the step of `generate()`: call the model on the prompt, and this on every token after
+        it.
 
         Args:
-            input_ids: int64 `[B, 1]`, for the rows of the step before. cache: from `new_cache`, with the prompt in it.
+            input_ids: int64 `[B, 1]`, for the rows of the step before. cache: from `new_cache`,
+                with the prompt in it.
             position_ids: int64 `[B, 1]`; None: tokens so far, without padding.
 
         Returns:
@@ -239,19 +292,23 @@ class Patched(Handle):
 
         Raises:
             PatchError: the model is patched otherwise, or not any more.
-            InvalidInput: another shape or dtype, an empty cache, or one whose last step failed; offloaded weights.
-            StaleGraph: policy or autocast are others than after the prompt. One token too many is an assertion on the device.
+            InvalidInput: another shape or dtype, an empty cache, or one whose last step failed;
+                offloaded weights.
+            StaleGraph: policy or autocast are others than after the prompt. One token too many is
+                an assertion on the device.
         """
         return self._decoder("step").step(input_ids, cache, position_ids)
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> GraphReport:
-        """Compile and capture decode steps of every number of rows up to the cache's now, so that none of it happens at a first request.
+        """Compile and capture decode steps of every number of rows up to the cache's now, so that
+        none of it happens at a first request.
 
         Args:
             cache: from `new_cache`; its tokens stay.
             progress: called after every bucket; `attnops.graphs.bar()` draws a bar.
 
-        Raises PatchError, InvalidInput: as `step`; OverBudget, NotCapturable: as `attnops.graphs.piecewise`.
+        Raises PatchError, InvalidInput: as `step`; OverBudget, NotCapturable: as
+        `attnops.graphs.piecewise`.
         """
         return self._decoder("capture").capture(cache, progress)
 
@@ -259,12 +316,18 @@ class Patched(Handle):
         self._settle_active(method)
         if self._paged is None or self._paged.decode.mode == "hf":
             why = f"got none ({self._why}); " if self._why else ""
-            fail(PatchError, f"{method}: {why}want a model patched with graphs: on a GPU, or with decode='piecewise' or 'breakable'")
+            fail(
+                PatchError,
+                f"{method}: {why}want a model patched with graphs: on a GPU, or with "
+                "decode='piecewise' or 'breakable'",
+            )
         return self._paged.decoder()
 
     def _settle_active(self, method: str) -> None:
         if not self.active:
-            fail(PatchError, f"{method}: got a model that is not patched any more; want patch(model)")
+            fail(
+                PatchError, f"{method}: got a model that is not patched any more; want patch(model)"
+            )
         self._settle()
 
     @property
@@ -274,12 +337,14 @@ class Patched(Handle):
 
     @property
     def graphs(self) -> Graphed | None:
-        """The graphs of decode steps, whose `report()` lists the captures; None before the first."""
+        """The graphs of decode steps, whose `report()` lists the captures; None before the
+        first."""
         return None if self._begun is None else self._begun.graphed
 
     @property
     def plain_steps(self) -> int:
-        """Steps of one token of `generate()` that ran without graphs, because these were in use or the step asked for more than logits."""
+        """Steps of one token of `generate()` that ran without graphs, because these were in use or
+        the step asked for more than logits."""
         return 0 if self._begun is None else self._begun.plain_steps
 
     def _taken(self, generation: Generation) -> Took:
@@ -288,28 +353,54 @@ class Patched(Handle):
         if paged is None or generation.why != "":
             no_cache = None if paged is None else NO_CACHE
             return Took("hf", "hf", generation.why or self._why or no_cache or "")
-        no_step = "" if generation.graphs or paged.decode.mode == "hf" else "it had no step of one token that asks for logits only"
+        no_step = (
+            ""
+            if generation.graphs or paged.decode.mode == "hf"
+            else "it had no step of one token that asks for logits only"
+        )
         why = self._why or failed
-        return Took("paged", generation.graphs or "hf", why or no_step, "" if why else generation.loop, generation.layers)
+        return Took(
+            "paged",
+            generation.graphs or "hf",
+            why or no_step,
+            "" if why else generation.loop,
+            generation.layers,
+        )
 
     def verify(
-        self, input_ids: Tensor | None = None, *, tolerance: float | None = None, strict: bool = True, **inputs: Any
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        tolerance: float | None = None,
+        strict: bool = True,
+        **inputs: Any,
     ) -> Verification:
-        """Run the model on these inputs as patched and with transformers' eager attention, and compare.
+        """Run the model on these inputs as patched and with transformers' eager attention, and
+        compare.
 
         Args:
-            input_ids: int64 `[B, S]`, or leave it out and pass the model's own inputs by name (attention_mask, pixel_values, ...), but
-                no cache, which both runs would fill.
-            tolerance: on the largest difference over the largest eager value; default by dtype (float32: 2e-5, bfloat16: 0.1).
+            input_ids: int64 `[B, S]`, or leave it out and pass the model's own inputs by name
+                (attention_mask, pixel_values, ...), but no cache, which both runs would fill.
+            tolerance: on the largest difference over the largest eager value; default by dtype
+                (float32: 2e-5, bfloat16: 0.1).
             strict: raise when the figures are worse than that.
 
-        Raises PatchError when the model is not patched, when the output is missing, or (strict) when the comparison fails.
+        Raises PatchError when the model is not patched, when the output is missing, or (strict)
+        when the comparison fails.
         """
         if others := self._others():
-            fail(PatchError, f"verify: got a model whose attention was set to {others[0][1]!r} after patch(); call unpatch(), then patch()")
+            fail(
+                PatchError,
+                f"verify: got a model whose attention was set to {others[0][1]!r} after patch(); "
+                "call unpatch(), then patch()",
+            )
         if input_ids is not None:
             inputs["input_ids"] = input_ids
-        visible = inputs.get("decoder_attention_mask") if "decoder_input_ids" in inputs else inputs.get("attention_mask")
+        visible = (
+            inputs.get("decoder_attention_mask")
+            if "decoder_input_ids" in inputs
+            else inputs.get("attention_mask")
+        )
         return self._verified(((), inputs), tolerance, strict, "eager", visible)
 
     def _stock(self) -> AbstractContextManager[None]:
@@ -322,44 +413,58 @@ def _forced(asked: Options, how: Decode) -> bool:
 
 
 def patch(
-    model: Any, *, kernel: str | None = None, mask: Mode = "auto", cache: Kept = "auto",
+    model: Any,
+    *,
+    kernel: str | None = None,
+    mask: Mode = "auto",
+    cache: Kept = "auto",
     decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
-) -> Patched:  # fmt: skip
-    """Route the attention of a transformers model through `attnops.attention`. In place, and reversible.
+) -> Patched:
+    """Route the attention of a transformers model through `attnops.attention`. In place, and
+    reversible.
 
         handle = attnops.patch(model)
         model = torch.compile(model)
 
-    A module is patched when its code asks transformers' attention interface for the function to call. The model's state_dict, hooks and
-    saved config stay as they are, and so do its weights, which piecewise graphs give other addresses until `unpatch()`
-    (docs/linear.md). Experts that ask transformers' experts interface go to `attnops.ops.experts` where a kernel of attnops serves them: a
-    few tokens on a GPU, without gradients. So do routers to `attnops.ops.route` where the op chooses as they do. Modules that hold the same
-    config object switch together, those of other models included (the report says so). In training mode a layer whose attention dropout is
-    above 0 is computed in plain torch.
+    A module is patched when its code asks transformers' attention interface for the function to
+    call. The model's state_dict, hooks and saved config stay as they are, and so do its weights,
+    which piecewise graphs give other addresses until `unpatch()` (docs/linear.md). Experts that ask
+    transformers' experts interface go to `attnops.ops.experts` where a kernel of attnops serves
+    them: a few tokens on a GPU, without gradients. So do routers to `attnops.ops.route` where the
+    op chooses as they do. Modules that hold the same config object switch together, those of other
+    models included (the report says so). In training mode a layer whose attention dropout is above
+    0 is computed in plain torch.
 
     Args:
         model: a PreTrainedModel, or a module around one (PEFT, `torch.compile`).
         kernel: force this kernel on every call, eager and compiled; None chooses per call.
-        mask: "auto": lengths instead of masks on CUDA where that is exact, and for packed documents; bool masks elsewhere. "dense": bool
-            masks, or none where the call is plainly causal. "explicit": as dense, and never none; the default for a model whose code
-            computes with its masks. "additive": floats, as eager attention is given them; the default for a model that transformers does
-            not route through its sdpa, unless a small twin of it gives eager's numbers with other masks. "compact": lengths on every
-            device; the host may wait for the device at each step to check the mask.
-        cache: "auto": `generate()` on a GPU keeps its cache in pages where that makes it faster, and transformers' cache elsewhere:
-            `Patched.took` says which it was, and why. "hf": transformers' caches. "paged": `generate()` keeps its cache in pages that
-            attnops owns, and so does a call with a cache made by the handle; other caches work as before. The pages hold keys and values
-            (of a sliding window no more than the window), or the latents of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin),
-            to which decode attends without unfolding. They are allocated for the whole length, as a static
-            cache, and a few sets are kept for later calls until `Patched.release()`. Masks may have padding on the left only.
-        decode: how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA graphs (docs/graphs.md) over pages,
-            captured when a bucket of rows is first met; "hf", as transformers does it; "auto": on a GPU breakable graphs, which need no
-            compiler, and piecewise ones after some hundred steps. A `Decode` has more to set.
+        mask: "auto": lengths instead of masks on CUDA where that is exact, and for packed
+            documents; bool masks elsewhere. "dense": bool masks, or none where the call is plainly
+            causal. "explicit": as dense, and never none; the default for a model whose code
+            computes with its masks. "additive": floats, as eager attention is given them; the
+            default for a model that transformers does not route through its sdpa, unless a small
+            twin of it gives eager's numbers with other masks. "compact": lengths on every device;
+            the host may wait for the device at each step to check the mask.
+        cache: "auto": `generate()` on a GPU keeps its cache in pages where that makes it faster,
+            and transformers' cache elsewhere: `Patched.took` says which it was, and why. "hf":
+            transformers' caches. "paged": `generate()` keeps its cache in pages that attnops owns,
+            and so does a call with a cache made by the handle; other caches work as before. The
+            pages hold keys and values (of a sliding window no more than the window), or the latents
+            of Multi-head Latent Attention (DeepSeek-V2, V3 and their kin), to which decode attends
+            without unfolding. They are allocated for the whole length, as a static cache, and a few
+            sets are kept for later calls until `Patched.release()`. Masks may have padding on the
+            left only.
+        decode: how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA
+            graphs (docs/graphs.md) over pages, captured when a bucket of rows is first met; "hf",
+            as transformers does it; "auto": on a GPU breakable graphs, which need no compiler, and
+            piecewise ones after some hundred steps. A `Decode` has more to set.
 
     Returns:
         The handle. A second call on the same model returns the same handle.
 
     Raises:
-        PatchError: no module can be patched (the text has every reason), or the model is patched with other options.
+        PatchError: no module can be patched (the text has every reason), or the model is patched
+            with other options.
         UnknownKernel: no kernel has that name.
         InvalidInput: no such mask mode, cache or way to decode.
     """
@@ -370,8 +475,18 @@ def patch(
     implementation(asked)
     how = decode if isinstance(decode, Decode) else Decode(decode)
     paged = _forced(asked, how)
-    need(not paged or mask != "additive", "mask", repr(mask), "another with cache='paged': pages take no additive masks")
-    need(not paged or cache != "hf", "decode", repr(how.mode), "'hf' or 'auto' with cache='hf': caches of transformers' own move")
+    need(
+        not paged or mask != "additive",
+        "mask",
+        repr(mask),
+        "another with cache='paged': pages take no additive masks",
+    )
+    need(
+        not paged or cache != "hf",
+        "decode",
+        repr(how.mode),
+        "'hf' or 'auto' with cache='hf': caches of transformers' own move",
+    )
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")

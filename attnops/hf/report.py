@@ -24,7 +24,8 @@ class Took:
 
     cache: "paged", or "hf" for transformers' own or the caller's.
     decode: "piecewise" or "breakable", the graphs of its last step; "hf" without graphs.
-    why: the reason why it had no pages or no graphs, "" where it had both or the options ask for neither.
+    why: the reason why it had no pages or no graphs, "" where it had both or the options ask for
+    neither.
     loop: the reason why no graph chose the tokens of the steps in graphs, "" where one did.
     prompt: "compiled" or "captured", the layers that ran its prompt; "" for the model's own.
     """
@@ -38,12 +39,17 @@ class Took:
     def __str__(self) -> str:
         prompt = f", prompt={self.prompt}" if self.prompt else ""
         loop = f"; tokens chosen without a graph: {self.loop}" if self.loop else ""
-        return f"cache={self.cache}, decode={self.decode}{prompt}" + (f": {self.why}" if self.why else "") + loop
+        return (
+            f"cache={self.cache}, decode={self.decode}{prompt}"
+            + (f": {self.why}" if self.why else "")
+            + loop
+        )
 
 
 @dataclass(frozen=True)
 class Report(report.Report):
-    """Every attention module of a model with its status, the options in force, and notes for the user."""
+    """Every attention module of a model with its status, the options in force, and notes for the
+    user."""
 
     implementation: str = ""
     mask: str = "auto"
@@ -56,7 +62,13 @@ class Report(report.Report):
 def said(asked: Options, how: Decode) -> dict[str, Any]:
     """The arguments of `patch`, by name; of a Decode each field, and its mode as `decode`."""
     fields = {f"decode.{field}": value for field, value in vars(how).items() if field != "mode"}
-    return {"kernel": asked.kernel, "mask": asked.mask, "cache": asked.cache, "decode": how.mode, **fields}
+    return {
+        "kernel": asked.kernel,
+        "mask": asked.mask,
+        "cache": asked.cache,
+        "decode": how.mode,
+        **fields,
+    }
 
 
 def switch(configs: Iterable[Any], name: str) -> None:
@@ -77,21 +89,36 @@ def attending(configs: Iterable[Any], name: str) -> Iterator[None]:
             switch((config,), own)
 
 
-def notes_of(options: Options, found: Match, paged: PagedMode | None, proof: str, why: str) -> tuple[str, ...]:
+def notes_of(
+    options: Options, found: Match, paged: PagedMode | None, proof: str, why: str
+) -> tuple[str, ...]:
     """What a user should know of the attention and the steps of a patched model."""
-    additive, graphs = options.mask == "additive", "" if paged is None or paged.decode.mode == "hf" else paged.decode.mode
+    additive, graphs = (
+        options.mask == "additive",
+        "" if paged is None or paged.decode.mode == "hf" else paged.decode.mode,
+    )
     known = {
         "in training mode, layers with attention dropout above 0 are computed in plain torch": True,
         "masks are added to scores, as in eager attention, and are never left out": additive,
         f"masks are always written out: {found.explicit}": found.explicit and not additive,
         f"transformers does not route it through sdpa; {proof}": proof,
-        f"{found.shared} modules outside this model hold the same config object and switch with it": found.shared,
-        (why if why == UNSETTLED else f"generate() keeps transformers' cache: {why}"): paged is None and why,
-        "generate() keeps its cache in pages, but in beam search, as an assistant, and where another cache is asked for": paged,
-        "generate() of inputs with token_type_ids uses transformers' own cache: tokens of an image see each other both ways":
-            paged is not None and paged.blocks,
+        (
+            f"{found.shared} modules outside this model hold the same config object and switch "
+            "with "
+            "it"
+        ): found.shared,
+        (why if why == UNSETTLED else f"generate() keeps transformers' cache: {why}"): paged is None
+        and why,
+        (
+            "generate() keeps its cache in pages, but in beam search, as an assistant, and where "
+            "another cache is asked for"
+        ): paged,
+        (
+            "generate() of inputs with token_type_ids uses transformers' own cache: tokens of an "
+            "image see each other both ways"
+        ): paged is not None and paged.blocks,
         f"its steps after the prompt run in CUDA graphs ({graphs})": graphs,
         f"they do not run in CUDA graphs: {why}": paged is not None and not graphs and why,
         **dict.fromkeys(() if paged is None else paged.notes(), True),
-    }  # fmt: skip
+    }
     return tuple(note for note, holds in known.items() if holds)

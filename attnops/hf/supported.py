@@ -7,14 +7,20 @@ from attnops.core.errors import UnsupportedVersion, fail
 from attnops.core.needs import parse
 
 OLDEST = tried.OLDEST["transformers"]
-"""Older ones ask a cache for other methods, and unfold latents before they cache them: they could have no pages."""
+"""Older ones ask a cache for other methods, and unfold latents before they cache them: they could
+have no pages."""
 
 
 def older_than(bound: str) -> str | None:
-    """The version of transformers if it is older than this; None also for an unknown one, as of a source tree on the path."""
+    """The version of transformers if it is older than this; None also for an unknown one, as of a
+    source tree on the path."""
     given = tried.installed("transformers")
     found, wanted = parse(given or ""), parse(bound)
-    return given if found is not None and wanted is not None and found.release < wanted.release else None
+    return (
+        given
+        if found is not None and wanted is not None and found.release < wanted.release
+        else None
+    )
 
 
 def check() -> None:

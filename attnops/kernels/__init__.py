@@ -1,4 +1,5 @@
-"""The kernels: one backend a folder. Every module of these folders is loaded, and every entry point of the group `attnops.kernels`."""
+"""The kernels: one backend a folder. Every module of these folders is loaded, and every entry point
+of the group `attnops.kernels`."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ GROUP = "attnops.kernels"
 
 
 def load_own() -> None:
-    """Import the modules of the backends' folders and of this one; each registers its kernels. Deeper folders hold what they import."""
-    for folder in (*(f"{module.name}." for module in pkgutil.iter_modules(__path__) if module.ispkg), ""):
+    """Import the modules of the backends' folders and of this one; each registers its kernels.
+    Deeper folders hold what they import."""
+    for folder in (
+        *(f"{module.name}." for module in pkgutil.iter_modules(__path__) if module.ispkg),
+        "",
+    ):
         paths = [os.path.join(path, folder[:-1]) for path in __path__]
         for module in pkgutil.iter_modules(paths):
             if not module.ispkg:

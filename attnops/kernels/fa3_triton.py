@@ -1,8 +1,11 @@
-"""`fa3_triton`: attention over latents where the number of a request's own queries decides which of two kernels serves it.
+"""`fa3_triton`: attention over latents where the number of a request's own queries decides which of
+two kernels serves it.
 
-Triton's kernel takes requests of at most `DECODE_QUERIES` queries and splits their keys; FlashAttention-3 takes the longer ones, which fill
-the device without splits. Neither kernel lets a batch mate change a request's bits, and a request's own number of queries chooses between
-them. So a deterministic policy has the speed of both. Other policies choose a kernel by the batch, and need no mixture.
+Triton's kernel takes requests of at most `DECODE_QUERIES` queries and splits their keys;
+FlashAttention-3 takes the longer ones, which fill the device without splits. Neither kernel lets a
+batch mate change a request's bits, and a request's own number of queries chooses between them. So a
+deterministic policy has the speed of both. Other policies choose a kernel by the batch, and need no
+mixture.
 """
 
 from __future__ import annotations
@@ -35,14 +38,22 @@ def mla_attention(call: mla.MlaAttention) -> None:
 
 
 def _cost_us(p: Problem) -> float:
-    """As the kernel that serves the longest request, and a launch of the other. Alone each is the plainer choice."""
-    return fa3.LATENTS(p) + 10.0 if p.sizes.queries.hint > DECODE_QUERIES else triton.LATENTS(p) + 0.5
+    """As the kernel that serves the longest request, and a launch of the other. Alone each is the
+    plainer choice."""
+    return (
+        fa3.LATENTS(p) + 10.0 if p.sizes.queries.hint > DECODE_QUERIES else triton.LATENTS(p) + 0.5
+    )
 
 
 register(
     replace(
-        fa3.LATENT_KERNEL, name="fa3_triton", run=mla_attention, needs=(*fa3.LATENT_KERNEL.needs, *triton.LATENT_NEEDS),
-        packages=(fa3.PACKAGE, triton.PACKAGE), cost_us=_cost_us, invariant=Invariant(),
+        fa3.LATENT_KERNEL,
+        name="fa3_triton",
+        run=mla_attention,
+        needs=(*fa3.LATENT_KERNEL.needs, *triton.LATENT_NEEDS),
+        packages=(fa3.PACKAGE, triton.PACKAGE),
+        cost_us=_cost_us,
+        invariant=Invariant(),
         about="FlashAttention-3 for long requests, Triton's kernel for short ones, over latents",
     )
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""Tables of measured times, and the cost of a call by them. Selection reads the table in force; `attnops tune` makes tables."""
+"""Tables of measured times, and the cost of a call by them. Selection reads the table in force;
+`attnops tune` makes tables."""
 
 from attnops.measured.cost import (
     ESTIMATED as ESTIMATED,

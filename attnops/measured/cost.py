@@ -13,7 +13,8 @@ MEASURED, SCALED, ESTIMATED, UNMEASURED = "measured", "scaled from", "estimated"
 
 
 class Cost(NamedTuple):
-    """Device microseconds. how: MEASURED, `SCALED <a sibling GPU>`, ESTIMATED, or UNMEASURED beside kernels that have times."""
+    """Device microseconds. how: MEASURED, `SCALED <a sibling GPU>`, ESTIMATED, or UNMEASURED beside
+    kernels that have times."""
 
     us: float
     how: str
@@ -24,12 +25,16 @@ class Cost(NamedTuple):
         return self.how == MEASURED or self.how.startswith(SCALED)
 
     def __str__(self) -> str:
-        return f"{self.us:.4g} us {self.how}" if self.how.startswith(SCALED) else f"{self.how} {self.us:.4g} us"
+        return (
+            f"{self.us:.4g} us {self.how}"
+            if self.how.startswith(SCALED)
+            else f"{self.how} {self.us:.4g} us"
+        )
 
 
 class Sizes(NamedTuple):
-    """Requests, new tokens of each, and keys of each per new token (for one new token: its keys). Each at least 1, except
-    `ratio`. Other families than attention say what these are of theirs.
+    """Requests, new tokens of each, and keys of each per new token (for one new token: its keys).
+    Each at least 1, except `ratio`. Other families than attention say what these are of theirs.
     """
 
     batch: float
@@ -50,8 +55,12 @@ def decodes(p: Problem) -> bool:
 
 
 def sizes_of(p: Problem) -> Sizes:
-    """From the hints: requests, their mean number of new tokens, and keys per new token of the longest, which the others resemble."""
-    batch, tokens, most, context = (float(max(x.hint, 1)) for x in (p.sizes.batch, p.sizes.tokens, p.sizes.queries, p.sizes.context))
+    """From the hints: requests, their mean number of new tokens, and keys per new token of the
+    longest, which the others resemble."""
+    batch, tokens, most, context = (
+        float(max(x.hint, 1))
+        for x in (p.sizes.batch, p.sizes.tokens, p.sizes.queries, p.sizes.context)
+    )
     return Sizes(batch, 1.0 if decodes(p) else max(min(tokens / batch, most), 1.0), context / most)
 
 
@@ -65,10 +74,14 @@ def work_of_attention(p: Problem, at: Sizes) -> Work:
     """The bytes and operations of a call like `p`, or of a call of a kind, at these sizes."""
     every, behind = at.queries * at.ratio, keys_behind(p)
     keys, most = (min(every, behind + at.queries), behind + 1) if behind >= 0 else (every, inf)
-    pairs = at.batch * (_causal_pairs(at.queries, every, most) if p.rules.causal else at.queries * keys)
+    pairs = at.batch * (
+        _causal_pairs(at.queries, every, most) if p.rules.causal else at.queries * keys
+    )
     width = p.head_dim + p.v_head_dim
     stored = p.head_dim if p.rope_dim else p.kv_heads * width
-    moved = at.batch * (at.queries * p.q_heads * width * p.dtype.itemsize + keys * stored * p.kv_dtype.itemsize)
+    moved = at.batch * (
+        at.queries * p.q_heads * width * p.dtype.itemsize + keys * stored * p.kv_dtype.itemsize
+    )
     return Work(moved, 2.0 * pairs * p.q_heads * width)
 
 
@@ -76,7 +89,11 @@ def _causal_pairs(queries: float, keys: float, most: float) -> float:
     """Pairs of a request's new tokens and the keys that each sees, at most `most`."""
     queries = min(queries, keys)  # the other queries see no key
     unseen = max(0.0, keys - most)
-    return queries * most if 0 < queries <= unseen else queries * (keys - 0.5 * (queries - 1)) - unseen * (unseen + 1) / 2
+    return (
+        queries * most
+        if 0 < queries <= unseen
+        else queries * (keys - 0.5 * (queries - 1)) - unseen * (unseen + 1) / 2
+    )
 
 
 class Rates(NamedTuple):
@@ -86,7 +103,8 @@ class Rates(NamedTuple):
     matmul: float
 
 
-# Of large copies and products about this much of the datasheet's figures was measured where both are known.
+# Of large copies and products about this much of the datasheet's figures was measured where both
+# are known.
 COPY, PRODUCT = 0.9, 0.8
 
 RATES: Mapping[str, Rates] = {
@@ -101,7 +119,8 @@ RATES: Mapping[str, Rates] = {
     "NVIDIA H800": Rates(3.35 * COPY, 989 * PRODUCT),
     "NVIDIA H20": Rates(4.0 * COPY, 148 * PRODUCT),
 }
-"""By the device's name as its driver says it. Of GPUs of one architecture the first one speaks for a target of no name."""
+"""By the device's name as its driver says it. Of GPUs of one architecture the first one speaks for
+a target of no name."""
 
 BY_ARCH: Mapping[int, Rates] = {
     80: Rates(2.04 * COPY, 312 * PRODUCT),
@@ -112,7 +131,8 @@ BY_ARCH: Mapping[int, Rates] = {
     103: Rates(8.0 * COPY, 2500 * PRODUCT),
     120: Rates(1.79 * COPY, 210 * PRODUCT),
 }
-"""By compute capability, of a GPU of no name or not in RATES: the datasheets' figures of A100, RTX 3090, L40S, B200, B300 and RTX 5090."""
+"""By compute capability, of a GPU of no name or not in RATES: the datasheets' figures of A100, RTX
+3090, L40S, B200, B300 and RTX 5090."""
 
 RTX_PRO_6000 = Rates(1.79 * COPY, 500 * PRODUCT)
 """The other GPU of compute capability 120, by its datasheet."""
@@ -128,10 +148,13 @@ def rates_of(target: Target) -> Rates:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Estimated device microseconds of a Problem: launches, then the hypotenuse of bytes, products and the keys a program reads in turn.
+    """Estimated device microseconds of a Problem: launches, then the hypotenuse of bytes, products
+    and the keys a program reads in turn.
 
-    The five numbers were fitted to the table of an H200. launch_us: at any sizes. bandwidth, products: shares of the GPU's rates.
-    key_us: of a key, where programs are too few to hide it. keys: the most that a program reads, since more are split among several.
+    The five numbers were fitted to the table of an H200. launch_us: at any sizes. bandwidth,
+    products: shares of the GPU's rates.
+    key_us: of a key, where programs are too few to hide it. keys: the most that a program reads,
+    since more are split among several.
     """
 
     launch_us: float
@@ -146,11 +169,16 @@ class Roofline:
         moved = work.bytes / (self.bandwidth * rates.bandwidth * 1e6)
         # Half as many numbers a second that are twice as wide.
         done = work.flops * p.dtype.itemsize / 2 / (self.products * rates.matmul * 1e6)
-        keys = min(max(p.sizes.context.hint, 1), behind + max(p.sizes.queries.hint, 1) if behind >= 0 else inf)
+        keys = min(
+            max(p.sizes.context.hint, 1),
+            behind + max(p.sizes.queries.hint, 1) if behind >= 0 else inf,
+        )
         return self.launch_us + hypot(moved, done, self.key_us * min(keys, self.keys))
 
 
-def phases(decode: Callable[[Problem], float], extend: Callable[[Problem], float]) -> Callable[[Problem], float]:
+def phases(
+    decode: Callable[[Problem], float], extend: Callable[[Problem], float]
+) -> Callable[[Problem], float]:
     """One estimate for one new token a request, another for more."""
     return lambda p: decode(p) if decodes(p) else extend(p)
 
@@ -168,9 +196,18 @@ def multiply_us(p: Problem, moved: float, flops: float) -> float:
     return hypot(moved / rates.bandwidth, flops / rates.matmul) / 1e6
 
 
-def logits_us(launch_us: float, us_a_logit: float, besides: Callable[[Problem], float], p: Problem) -> float:
+def logits_us(
+    launch_us: float, us_a_logit: float, besides: Callable[[Problem], float], p: Problem
+) -> float:
     """A launch, the logits written out and read again, and what the call costs besides."""
-    return launch_us + besides(p) + max(p.q_heads, 1) * max(p.sizes.tokens.hint, 1) * max(p.sizes.context.hint, 1) * us_a_logit
+    return (
+        launch_us
+        + besides(p)
+        + max(p.q_heads, 1)
+        * max(p.sizes.tokens.hint, 1)
+        * max(p.sizes.context.hint, 1)
+        * us_a_logit
+    )
 
 
 def token_writes_us(launch_us: float, numbers_a_us: float, p: Problem) -> float:

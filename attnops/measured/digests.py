@@ -2,10 +2,10 @@
 later what has changed since.
 
 A kernel's code is every statement of the file of a backend where its function stands and is
-registered, and of all other modules of `kernels`, of references and of `core.tensors` the statements
-that its function, or this file, reaches by name.
-A digest is of the set of the statements' syntax trees: neither positions, comments, docstrings and
-imports count, nor in which of the files a statement stands, nor by which alias it names another.
+registered, and of all other modules of `kernels`, of references and of `core.tensors` the
+statements that its function, or this file, reaches by name. A digest is of the set of the
+statements' syntax trees: neither positions, comments, docstrings and imports count, nor in which of
+the files a statement stands, nor by which alias it names another.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ OPS, OF_FAMILIES = "attnops.ops.", ("reference", "_format")
 LENGTH = 12
 
 Read = Callable[[str], str | None]
-"""Takes a path below the package, as `kernels/torch/sdpa.py`, and gives its text; None where there is no such file."""
+"""Takes a path below the package, as `kernels/torch/sdpa.py`, and gives its text; None where there
+is no such file."""
 
 
 def digests(kernels: Iterable[Kernel], read: Read | None = None) -> dict[str, str]:
     """By `op.kernel`, of those of `kernels` that are ours.
 
-    read: of the tree of another commit. A kernel whose functions are not where they are in this tree
-    has "", for its code was in other files then.
+    read: of the tree of another commit. A kernel whose functions are not where they are in this
+    tree has "", for its code was in other files then.
     """
     tree = Tree(read) if read else _today()
     found = dict[frozenset[Name], str]()
@@ -60,11 +61,13 @@ def _today() -> Tree:
     return Tree(here)
 
 
-def candidates(target: Target, ops: Collection[str] = (), packages: Iterable[str] = ()) -> list[Kernel]:
+def candidates(
+    target: Target, ops: Collection[str] = (), packages: Iterable[str] = ()
+) -> list[Kernel]:
     """The kernels that may have run on a machine.
 
-    ops: of these; () is of all. packages: the modules that were installed there, with their versions
-    as in a results file.
+    ops: of these; () is of all. packages: the modules that were installed there, with their
+    versions as in a results file.
     """
     there = {name.partition("==")[0] for name in packages}
     return [k for k in all_kernels() if (not ops or k.op in ops) and _may_run(k, target, there)]
@@ -83,11 +86,12 @@ def here(path: str) -> str | None:
     return file.read_text() if file.is_file() else None
 
 
-# Where a kernel's functions are ----------------------------------------------------------------------------------------
+# Where a kernel's functions are -------------------------------------------------------------------
 
 
 def starts_of(kernel: Kernel) -> set[Name]:
-    """Where the code of a kernel begins: (module, WHOLE or a name). Empty for a kernel of another package.
+    """Where the code of a kernel begins: (module, WHOLE or a name). Empty for a kernel of another
+    package.
 
     Of its functions and of their wrappers it is the statement alone. A file of a backend that
     registers them, with what they need and cost, is WHOLE.
@@ -98,11 +102,23 @@ def starts_of(kernel: Kernel) -> set[Name]:
 
 def _starts(run: Any) -> Iterator[Name]:
     """Of a function, of those that it wraps, and of those that are bound into it."""
-    inner = [f for f in (getattr(run, "__wrapped__", None), getattr(run, "func", None), *getattr(run, "args", ())) if callable(f)]
+    inner = [
+        f
+        for f in (
+            getattr(run, "__wrapped__", None),
+            getattr(run, "func", None),
+            *getattr(run, "args", ()),
+        )
+        if callable(f)
+    ]
     module = _module(run)
     yield Name(module, WHOLE if not inner and _of_backend(module) else _name(run, module))
     if not inner and module.startswith(SHARED):
-        yield from (Name(name, WHOLE) for name, loaded in [*sys.modules.items()] if _of_backend(name) and _holds(loaded, run))
+        yield from (
+            Name(name, WHOLE)
+            for name, loaded in [*sys.modules.items()]
+            if _of_backend(name) and _holds(loaded, run)
+        )
     for one in inner:
         yield from _starts(one)
 
@@ -113,7 +129,11 @@ def _holds(module: ModuleType, function: Any) -> bool:
 
 def _of_backend(module: str) -> bool:
     """Is it a file that registers kernels?"""
-    return module.startswith(KERNELS) and not module.startswith(SHARED) and module.count(".") <= KERNELS.count(".") + 1
+    return (
+        module.startswith(KERNELS)
+        and not module.startswith(SHARED)
+        and module.count(".") <= KERNELS.count(".") + 1
+    )
 
 
 def _module(function: Any) -> str:
@@ -123,7 +143,8 @@ def _module(function: Any) -> str:
 
 
 def _name(function: Any, module: str) -> str:
-    """Of the statement of a module that defines a function, which may be an inner one; WHOLE where it has none."""
+    """Of the statement of a module that defines a function, which may be an inner one; WHOLE where
+    it has none."""
     if isinstance(name := getattr(function, "name", None), str):
         return name  # of one that is imported when it is called
     file, code = _today().file(module), getattr(function, "__code__", None)
@@ -138,7 +159,7 @@ def counts(module: str) -> bool:
     return module.startswith(FOLDERS) or (module.startswith(OPS) and module.endswith(OF_FAMILIES))
 
 
-# What is reached from there -------------------------------------------------------------------------------------------
+# What is reached from there -----------------------------------------------------------------------
 
 
 class Tree:
@@ -174,11 +195,17 @@ class Tree:
 
     def _has(self, wanted: Name) -> bool:
         file = self.file(wanted.module)
-        return file is not None and (wanted.name == WHOLE or wanted.name in file.binds or wanted.name in file.imports)
+        return file is not None and (
+            wanted.name == WHOLE or wanted.name in file.binds or wanted.name in file.imports
+        )
 
     def _statements(self, wanted: Name) -> list[Statement]:
         file = self.file(wanted.module)
-        return [s for s in (file.statements if file else ()) if wanted.name == WHOLE or wanted.name in s.binds]
+        return [
+            s
+            for s in (file.statements if file else ())
+            if wanted.name == WHOLE or wanted.name in s.binds
+        ]
 
     def _passed_on(self, wanted: Name) -> Iterator[Name]:
         """What a module imports under a name; all of the module where it has no such name."""
@@ -202,7 +229,9 @@ class Tree:
         for imported in file.imports.get(WHOLE, ()):
             yield from self._imported(imported, WHOLE, ())
 
-    def _imported(self, imported: Imported, name: str, attributes: Iterable[str]) -> Iterator[tuple[str, Name]]:
+    def _imported(
+        self, imported: Imported, name: str, attributes: Iterable[str]
+    ) -> Iterator[tuple[str, Name]]:
         module, member = imported
         inner = f"{module}.{member}" if member else module
         if member and self._has(Name(module, member)):
@@ -213,15 +242,23 @@ class Tree:
             yield name, Name(module, WHOLE)
 
     def _text(self, module: str, statement: Statement, whole: bool = True) -> str:
-        """A digest of a statement, in which what a name names stands in place of the alias: its own name and, if `whole`, its text."""
+        """A digest of a statement, in which what a name names stands in place of the alias: its own
+        name and, if `whole`, its text."""
         key = statement.node, whole
         if key not in self._texts:
-            called = {alias: self._called(named, whole) for alias, named in self._aliases(module, statement).items()}
+            called = {
+                alias: self._called(named, whole)
+                for alias, named in self._aliases(module, statement).items()
+            }
             self._texts[key] = hashlib.sha256(shown(statement.node, called).encode()).hexdigest()
         return self._texts[key]
 
     def _called(self, named: Name, whole: bool) -> str:
-        texts = sorted({self._text(named.module, s, whole=False) for s in self._statements(named)}) if whole else []
+        texts = (
+            sorted({self._text(named.module, s, whole=False) for s in self._statements(named)})
+            if whole
+            else []
+        )
         return " ".join([named.name, *texts])
 
     def _aliases(self, module: str, statement: Statement) -> dict[str, Name]:
@@ -237,5 +274,9 @@ class Tree:
         file = self.file(named.module)
         if file is None or named.name in file.binds:
             return {named}
-        imported = (one for i in file.imports.get(named.name, ()) for one in self._imported(i, named.name, {WHOLE}))
+        imported = (
+            one
+            for i in file.imports.get(named.name, ())
+            for one in self._imported(i, named.name, {WHOLE})
+        )
         return {name for _, one in imported for name in self._defined(one)}

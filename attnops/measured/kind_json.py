@@ -1,4 +1,5 @@
-"""Kinds of calls as tables of measured times write them: the fields that differ from the defaults, by name."""
+"""Kinds of calls as tables of measured times write them: the fields that differ from the defaults,
+by name."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def _plain(value: Any) -> Any:
 
 
 def kind_of(leaves: Mapping[str, Any]) -> Problem:
-    """The kind with these fields, as `leaves_of` gives them. Raises ValueError, TypeError or KeyError."""
+    """The kind with these fields, as `leaves_of` gives them. Raises ValueError, TypeError or
+    KeyError."""
     kind = Problem.kind(**{n: _leaf(n, value) for n, value in leaves.items()})
     if not counting(kind.op).sound(kind):
         raise ValueError(f"problem {leaves} has no such sizes")
@@ -57,4 +59,10 @@ def _leaf(n: str, value: Any) -> Any:
         raise ValueError(f"{n}: got a number that is too large")
     if several:
         return tuple(parts) if isinstance(usual, tuple) else frozenset(parts)
-    return Extent(value, value, value) if isinstance(usual, Extent) else DTYPES[value] if isinstance(usual, torch.dtype) else value
+    return (
+        Extent(value, value, value)
+        if isinstance(usual, Extent)
+        else DTYPES[value]
+        if isinstance(usual, torch.dtype)
+        else value
+    )

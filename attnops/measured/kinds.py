@@ -1,7 +1,8 @@
 """Kinds of calls, by which tables of measured times are keyed: Problems whose sizes are left open.
 
-A kind speaks for its neighbours. How near a call is, which sizes of the kind have its work, and how much work that is, a
-family of ops says by its `Counting`, on its records. Ops whose records say nothing are counted as attention.
+A kind speaks for its neighbours. How near a call is, which sizes of the kind have its work, and how
+much work that is, a family of ops says by its `Counting`, on its records. Ops whose records say
+nothing are counted as attention.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ NEAR_HEAD_DIM = 2.0
 
 
 class Counting(NamedTuple):
-    """How the calls of a family are counted, by functions of a kind and a Problem of the same op, or of either alone.
+    """How the calls of a family are counted, by functions of a kind and a Problem of the same op,
+    or of either alone.
 
-    distance: how unlike the Problem the kind is: 0 for the same kind, infinite when it does not speak for the Problem.
-    place: the sizes of the kind with the work of the Problem. work: the bytes and operations at some sizes.
+    distance: how unlike the Problem the kind is: 0 for the same kind, infinite when it does not
+    speak for the Problem.
+    place: the sizes of the kind with the work of the Problem. work: the bytes and operations at
+    some sizes.
     sound: has a kind all that the others want? title: a kind in a few words.
     """
 
@@ -65,7 +69,7 @@ def octaves(a: float, b: float) -> float:
     return abs(log2(a / b)) if a and b else 0.0
 
 
-# Attention -------------------------------------------------------------------------------------------------------------
+# Attention ----------------------------------------------------------------------------------------
 
 
 def _distance(kind: Problem, p: Problem) -> float:
@@ -85,7 +89,12 @@ def _distance(kind: Problem, p: Problem) -> float:
 
 
 def _speaks_for(kind: Problem, p: Problem) -> bool:
-    if not _has_heads(p) or p.rules.mask != "none" or p.rules.attention_chunk or _sort(kind) != _sort(p):
+    if (
+        not _has_heads(p)
+        or p.rules.mask != "none"
+        or p.rules.attention_chunk
+        or _sort(kind) != _sort(p)
+    ):
         return False
     # The forward of a training step speaks for such calls only.
     if kind.results.lse > p.results.lse:
@@ -103,12 +112,21 @@ def _dims(kind: Problem, p: Problem) -> tuple[tuple[int, int], ...]:
 
 def _sort(p: Problem) -> tuple[object, ...]:
     """What no kind speaks for unless it is its own."""
-    return p.rope_dim, p.rules.kv_range, p.rules.windowed, decodes(p), p.page_size > 0, p.dtype.itemsize, p.kv_dtype.itemsize
+    return (
+        p.rope_dim,
+        p.rules.kv_range,
+        p.rules.windowed,
+        decodes(p),
+        p.page_size > 0,
+        p.dtype.itemsize,
+        p.kv_dtype.itemsize,
+    )
 
 
 def _place(kind: Problem, p: Problem) -> Sizes:
-    """Heads and head dims count as requests: key heads in a decode step, query heads in a prefill. Over pages, where many
-    keys may meet few queries, the query heads of a group count as queries. Less than one request is one with less work.
+    """Heads and head dims count as requests: key heads in a decode step, query heads in a prefill.
+    Over pages, where many keys may meet few queries, the query heads of a group count as queries.
+    Less than one request is one with less work.
     """
     batch, queries, ratio = sizes_of(p)
     decode = decodes(kind)
@@ -134,10 +152,19 @@ def _has_heads(kind: Problem) -> bool:
 def _title(kind: Problem) -> str:
     rules, decode = kind.rules, decodes(kind)
     dims = f"{kind.head_dim}" + f"/{kind.v_head_dim}" * (kind.v_head_dim != kind.head_dim)
-    words = [kind.op, "decode" if decode else "extend", f"{kind.q_heads}/{kind.kv_heads} heads of {dims}", name(kind.dtype)]
+    words = [
+        kind.op,
+        "decode" if decode else "extend",
+        f"{kind.q_heads}/{kind.kv_heads} heads of {dims}",
+        name(kind.dtype),
+    ]
     words += [f"keys {name(kind.kv_dtype)}"] * (kind.kv_dtype != kind.dtype)
     words += [f"page {kind.page_size}"] * bool(kind.page_size)
-    words += [f"window {rules.window[0]}"] * (rules.window[0] >= 0) + ["sinks"] * rules.sinks + ["padded"] * rules.kv_range
+    words += (
+        [f"window {rules.window[0]}"] * (rules.window[0] >= 0)
+        + ["sinks"] * rules.sinks
+        + ["padded"] * rules.kv_range
+    )
     words += ["soft cap"] * rules.softcap + ["with lse"] * kind.results.lse
     return " ".join(words + ["not causal"] * (not rules.causal and not decode))
 

@@ -1,4 +1,5 @@
-"""The statements of a file: what each binds, which names it uses, and its text without what says nothing."""
+"""The statements of a file: what each binds, which names it uses, and its text without what says
+nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 WHOLE = "*"
-"""In place of a name: all statements of a module. In place of an attribute: a name that stands by itself."""
+"""In place of a name: all statements of a module. In place of an attribute: a name that stands by
+itself."""
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -26,7 +28,8 @@ class Name(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """What an import binds: a member of a module; WHOLE of it where nothing follows the name; "" is the module as an object."""
+    """What an import binds: a member of a module; WHOLE of it where nothing follows the name; "" is
+    the module as an object."""
 
     module: str
     member: str
@@ -41,7 +44,8 @@ class Statement:
     """A statement of a module's top level.
 
     binds: the names that it defines, or whose objects it changes, as `TABLE[key] = value` does.
-    uses: by a name of the module's, the attributes that it reads of it, and WHOLE where the name stands by itself.
+    uses: by a name of the module's, the attributes that it reads of it, and WHOLE where the name
+    stands by itself.
     hidden: the names that a scope inside of it binds, so that not each of them is the module's.
     imports: those of its functions.
     """
@@ -74,7 +78,8 @@ class File:
 
 @functools.lru_cache(maxsize=4096)
 def parsed(text: str) -> File:
-    """A file's statements, without docstrings, imports, and blocks that hold no more than imports."""
+    """A file's statements, without docstrings, imports, and blocks that hold no more than
+    imports."""
     tree = ast.parse(text)
     nodes = [node for node in tree.body if not _says_nothing(node)]
     stored = {name for node in nodes for name in (*_stored([node]), *_declared(node))}
@@ -83,7 +88,11 @@ def parsed(text: str) -> File:
 
 
 def _says_nothing(node: ast.stmt) -> bool:
-    return isinstance(node, IMPORTS) or _is_text(node) or (isinstance(node, ast.If) and all(map(_says_nothing, [*node.body, *node.orelse])))
+    return (
+        isinstance(node, IMPORTS)
+        or _is_text(node)
+        or (isinstance(node, ast.If) and all(map(_says_nothing, [*node.body, *node.orelse])))
+    )
 
 
 def _statement(node: ast.stmt, stored: Iterable[str]) -> Statement:
@@ -92,7 +101,13 @@ def _statement(node: ast.stmt, stored: Iterable[str]) -> Statement:
     for name, attribute in _free(node):
         uses[name].add(attribute)
     inside = _imports([node]) if isinstance(node, DEFINITIONS) else {}
-    return Statement(node, frozenset(binds), {n: frozenset(a) for n, a in uses.items()}, frozenset(_hidden(node)), inside)
+    return Statement(
+        node,
+        frozenset(binds),
+        {n: frozenset(a) for n, a in uses.items()},
+        frozenset(_hidden(node)),
+        inside,
+    )
 
 
 def _imports(nodes: Iterable[ast.AST]) -> Imports:
@@ -108,7 +123,7 @@ def _imports(nodes: Iterable[ast.AST]) -> Imports:
     return {name: tuple(imported) for name, imported in found.items()}
 
 
-# Scopes ---------------------------------------------------------------------------------------------------------------
+# Scopes -------------------------------------------------------------------------------------------
 
 
 def _scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -128,7 +143,10 @@ def _stored(nodes: Iterable[ast.AST]) -> Iterator[str]:
 def _binding(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
         yield node.id
-    elif isinstance(node, (*DEFINITIONS, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+    elif (
+        isinstance(node, (*DEFINITIONS, ast.ExceptHandler, ast.MatchAs, ast.MatchStar))
+        and node.name
+    ):
         yield node.name
     elif isinstance(node, ast.arg):
         yield node.arg
@@ -147,9 +165,14 @@ def _declared(node: ast.AST) -> Iterator[str]:
 
 
 def _changed(node: ast.stmt) -> Iterator[str]:
-    """The names whose objects a statement changes: by `x[i] = y`, by `x.a = y`, or by `x.method(y)` alone on its line."""
+    """The names whose objects a statement changes: by `x[i] = y`, by `x.a = y`, or by `x.method(y)`
+    alone on its line."""
     for inner in _scope([node]):
-        target = inner.value.func if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call) else inner
+        target = (
+            inner.value.func
+            if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call)
+            else inner
+        )
         written = target is not inner or not isinstance(getattr(inner, "ctx", ast.Load()), ast.Load)
         if written and isinstance(target, (ast.Attribute, ast.Subscript)):
             while isinstance(target, (ast.Attribute, ast.Subscript, ast.Call)):
@@ -159,7 +182,8 @@ def _changed(node: ast.stmt) -> Iterator[str]:
 
 
 def _free(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """The names that a node takes from the scopes around it, with the attribute that is read of each."""
+    """The names that a node takes from the scopes around it, with the attribute that is read of
+    each."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         yield node.value.id, node.attr
     elif isinstance(node, ast.Name):
@@ -177,15 +201,24 @@ def _free(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield from _free_of(node, (), ())
 
 
-def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> tuple[list[ast.AST], set[str]]:
+def _of_function(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda,
+) -> tuple[list[ast.AST], set[str]]:
     """The body of a function, and the names that are its own there."""
     body: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else [*node.body]
     arguments = (inner for inner in ast.walk(node.args) if isinstance(inner, ast.arg))
-    declared = {name for inner in _scope(body) if isinstance(inner, (ast.Global, ast.Nonlocal)) for name in inner.names}
+    declared = {
+        name
+        for inner in _scope(body)
+        if isinstance(inner, (ast.Global, ast.Nonlocal))
+        for name in inner.names
+    }
     return body, ({*_stored(arguments)} | {*_stored(body)}) - declared
 
 
-def _free_of(node: ast.AST, inside: Iterable[ast.AST], own: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _free_of(
+    node: ast.AST, inside: Iterable[ast.AST], own: Iterable[str]
+) -> Iterator[tuple[str, str]]:
     """Of a node's children; those `inside` know the node's `own` names."""
     within, hides = {*map(id, inside)}, {*own}
     for child in ast.iter_child_nodes(node):
@@ -194,7 +227,7 @@ def _free_of(node: ast.AST, inside: Iterable[ast.AST], own: Iterable[str]) -> It
                 yield name, attribute
 
 
-# The text of a statement ----------------------------------------------------------------------------------------------
+# The text of a statement --------------------------------------------------------------------------
 
 
 def shown(node: ast.AST, called: Mapping[str, str]) -> str:
@@ -217,7 +250,11 @@ def _dotted(node: ast.AST) -> str:
 
 def _is_text(node: ast.AST) -> bool:
     """Is it a docstring, of a constant, too?"""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def _fields(node: ast.AST, called: Mapping[str, str]) -> Iterator[str]:

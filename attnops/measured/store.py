@@ -1,9 +1,11 @@
-"""The user's settings and files: the two environment variables, which no other file reads, the table in force, and the places of tables.
+"""The user's settings and files: the two environment variables, which no other file reads, the
+table in force, and the places of tables.
 
-The user's own table, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same GPU. The one shipped for the nearest
-sibling of its architecture, whose times are scaled, serves kernels and shapes that have no time there, or all of them. A named target
-("sm90" on a laptop) has no GPU: it gets a shipped table of its arch as it is. A file that cannot be read, or that was made on another GPU,
-is ignored; `doctor` says so.
+The user's own table, `<cache folder>/tables/<gpu>.json`, comes before the one shipped for the same
+GPU. The one shipped for the nearest sibling of its architecture, whose times are scaled, serves
+kernels and shapes that have no time there, or all of them. A named target ("sm90" on a laptop) has
+no GPU: it gets a shipped table of its arch as it is. A file that cannot be read, or that was made
+on another GPU, is ignored; `doctor` says so.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from attnops.measured.table import Table, from_json, nearness, scaled
 
 SHIPPED = Path(__file__).resolve().parent.parent / "tables"
 HARDWARE = Path(__file__).resolve().parent / "hardware.json"
-"""The GPUs on which kernels have run their tests, from the committed results. Other kernels were tested against a stand-in alone."""
+"""The GPUs on which kernels have run their tests, from the committed results. Other kernels were
+tested against a stand-in alone."""
 LARGEST_BYTES = 10_000_000
 READ = os.O_RDONLY | (os.O_NONBLOCK | os.O_CLOEXEC if os.name == "posix" else 0)
 
 
 @dataclass(frozen=True)
 class InForce:
-    """The table for a target, and its file; None without a table. ignored: files at a table's place that are not used, and why."""
+    """The table for a target, and its file; None without a table. ignored: files at a table's place
+    that are not used, and why."""
 
     table: Table | None = None
     path: Path | None = None
@@ -49,7 +53,8 @@ class InForce:
 
 @functools.cache
 def in_force(target: Target) -> InForce:
-    """The table for `target`. Read once a process, whatever packages targets assume; `forget` has it read again."""
+    """The table for `target`. Read once a process, whatever packages targets assume; `forget` has
+    it read again."""
     gpu = cpu_name() if target.device == "cpu" and target.assume is None else target.gpu
     return _in_force(target.device, gpu, str(target))
 
@@ -60,7 +65,9 @@ def _in_force(device: str, gpu: str, target: str) -> InForce:
     own: list[tuple[Table, Path]] = []
     siblings: list[tuple[Table, Path]] = []
     # The tables that ship are of GPUs.
-    for path in ([path_for(gpu)] if gpu else []) + (sorted(SHIPPED.glob("*.json")) if device == "cuda" else []):
+    for path in ([path_for(gpu)] if gpu else []) + (
+        sorted(SHIPPED.glob("*.json")) if device == "cuda" else []
+    ):
         try:
             table = from_json(read_text(path))
         except FileNotFoundError:
@@ -85,8 +92,10 @@ def _in_force(device: str, gpu: str, target: str) -> InForce:
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file of at most LARGEST_BYTES. Raises BadTable, OSError or UnicodeDecodeError."""
-    # O_NONBLOCK, since opening a pipe waits for its writer. A file may grow after a look at its size, so the read has a limit.
+    """The text of a regular file of at most LARGEST_BYTES. Raises BadTable, OSError or
+    UnicodeDecodeError."""
+    # O_NONBLOCK, since opening a pipe waits for its writer. A file may grow after a look at its
+    # size, so the read has a limit.
     with open(os.open(path, READ), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise BadTable("file", "no regular file", "a regular file")
@@ -97,7 +106,8 @@ def read_text(path: Path) -> str:
 
 
 def forget() -> None:
-    """Read tables, and where kernels ran, again at the next selection, and forget selections by the old ones."""
+    """Read tables, and where kernels ran, again at the next selection, and forget selections by the
+    old ones."""
     ran_on.cache_clear()
     in_force.cache_clear()
     _in_force.cache_clear()
@@ -105,7 +115,8 @@ def forget() -> None:
 
 
 def digests() -> tuple[str, ...]:
-    """The digests of every table that a choice on this machine may depend on, and where kernels ran, for cache keys."""
+    """The digests of every table that a choice on this machine may depend on, and where kernels
+    ran, for cache keys."""
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     targets = [Target(), pretended(), *(Target.of(torch.device("cuda", i)) for i in devices)]
     tables = (in_force(t).table for t in targets if t is not None)
@@ -114,7 +125,8 @@ def digests() -> tuple[str, ...]:
 
 @functools.cache
 def ran_on() -> dict[str, list[str]]:
-    """By `op.kernel` the targets, such as sm90, on which its numerics were compared with the reference."""
+    """By `op.kernel` the targets, such as sm90, on which its numerics were compared with the
+    reference."""
     return dict(json.loads(HARDWARE.read_text("utf-8")))
 
 
@@ -122,7 +134,8 @@ NOWHERE = "never run on hardware"
 
 
 def never_run(op: str, kernel: str, target: Target) -> str:
-    """NOWHERE, or `never run on sm100`; "" on a CPU, where it has run, and for kernels of other packages."""
+    """NOWHERE, or `never run on sm100`; "" on a CPU, where it has run, and for kernels of other
+    packages."""
     found = ran_on().get(f"{op}.{kernel}", ())
     if not target.on_gpu or str(target) in found:
         return ""
@@ -143,7 +156,8 @@ def path_for(gpu: str) -> Path:
 
 
 def check_place(path: Path) -> None:
-    """Raise InvalidInput where `path` names a device, a pipe or a folder: a new file would take its place."""
+    """Raise InvalidInput where `path` names a device, a pipe or a folder: a new file would take its
+    place."""
     if path.exists() and not path.is_file():
         raise InvalidInput("file", path, "a regular file, or the name of a new one")
 
@@ -155,7 +169,8 @@ def save(table: Table, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the whole file or leave it as it was. Makes its parent folders. Raises OSError or InvalidInput."""
+    """Write the whole file or leave it as it was. Makes its parent folders. Raises OSError or
+    InvalidInput."""
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -171,14 +186,16 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-# Environment variables ---------------------------------------------------------------------------------------------------
+# Environment variables ----------------------------------------------------------------------------
 
 
 def default_policy_key() -> str:
-    """`ATTNOPS_POLICY`: the policy in force outside every `attnops.use(...)`, as `Policy.key` writes it."""
+    """`ATTNOPS_POLICY`: the policy in force outside every `attnops.use(...)`, as `Policy.key`
+    writes it."""
     return os.environ.get("ATTNOPS_POLICY", "")
 
 
 def cache_dir() -> Path:
-    """`ATTNOPS_CACHE_DIR`: where tuning tables are kept. Default `~/.cache/attnops`. The folder is not created here."""
+    """`ATTNOPS_CACHE_DIR`: where tuning tables are kept. Default `~/.cache/attnops`. The folder is
+    not created here."""
     return Path(os.environ.get("ATTNOPS_CACHE_DIR") or Path.home() / ".cache" / "attnops")

@@ -1,4 +1,5 @@
-"""Modules: dense, packed, jagged and paged attention, layers around it and latents, torch's MultiheadAttention, and the paged cache."""
+"""Modules: dense, packed, jagged and paged attention, layers around it and latents, torch's
+MultiheadAttention, and the paged cache."""
 
 from attnops.cache import PagedBatch as PagedBatch, PagedCache as PagedCache
 from attnops.nn.absorb import absorbed_weights as absorbed_weights

@@ -39,7 +39,9 @@ class Swap:
     make: makes the class of the object's own and of `args`. attributes: to set on the object.
     """
 
-    def __init__(self, target: Any, make: Callable[..., Any], *args: Any, attributes: Mapping[str, Any]) -> None:
+    def __init__(
+        self, target: Any, make: Callable[..., Any], *args: Any, attributes: Mapping[str, Any]
+    ) -> None:
         self.target, self.attributes = target, attributes
         self.own: Any = type(target)
         self._make, self._args, here = make, args, vars(target)

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from attnops.nn.absorb import PLAIN, changed
 from attnops.nn.steady import is_linear
 
-ALIGNED = 16  # bytes: a matrix product is slower on a weight that begins elsewhere, and Inductor copies one
-# Modules that hold layers. Packed side by side, each of these would have other offsets, and share no compiled code.
+# bytes: a matrix product is slower on a weight that begins elsewhere, and Inductor copies one
+ALIGNED = 16
+# Modules that hold layers. Packed side by side, each of these would have other offsets, and share
+# no compiled code.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -27,7 +29,8 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class PackedGroup:
     """Linears with contiguous weights, by name in the order of their memory.
 
-    rows: of each weight. nbytes: of weights and biases together. moved: False: they were contiguous before.
+    rows: of each weight. nbytes: of weights and biases together. moved: False: they were contiguous
+    before.
     """
 
     linears: tuple[str, ...]
@@ -38,7 +41,8 @@ class PackedGroup:
 
 @dataclass(frozen=True)
 class Packed:
-    """The result of `pack_linears`. groups: in the order of the model. skipped: by name the linears that must not move, with the reason."""
+    """The result of `pack_linears`. groups: in the order of the model. skipped: by name the linears
+    that must not move, with the reason."""
 
     model: nn.Module = field(repr=False)
     groups: tuple[PackedGroup, ...]
@@ -50,12 +54,15 @@ class Packed:
         return sum(g.nbytes for g in self.groups if g.moved)
 
     def holds(self) -> bool:
-        """Are all groups still contiguous? `model.to(dtype)`, an assigned weight, `load_state_dict(assign=True)` and another module in
-        place of a linear end it."""
-        return all(len(row) == len(group.linears) and _contiguous(row) for group, row in self._rows())
+        """Are all groups still contiguous? `model.to(dtype)`, an assigned weight,
+        `load_state_dict(assign=True)` and another module in place of a linear end it."""
+        return all(
+            len(row) == len(group.linears) and _contiguous(row) for group, row in self._rows()
+        )
 
     def unpack(self) -> None:
-        """Give each weight and bias memory of its own again, a group at a time. Idempotent. Modules that are gone are left out."""
+        """Give each weight and bias memory of its own again, a group at a time. Idempotent. Modules
+        that are gone are left out."""
         for _, row in self._rows():
             for tensor in row:
                 if tensor.untyped_storage().nbytes() > tensor.nbytes:
@@ -63,7 +70,8 @@ class Packed:
                         tensor.data = tensor.data.clone()
 
     def _rows(self) -> Iterator[tuple[PackedGroup, list[Tensor]]]:
-        """The weights of each group, and the biases if any, of those linears that are still there."""
+        """The weights of each group, and the biases if any, of those linears that are still
+        there."""
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for group in self.groups:
             found = [modules.get(name) for name in group.linears]
@@ -74,29 +82,44 @@ class Packed:
 
 
 def pack_linears(model: nn.Module) -> Packed:
-    """Place the weights of linears that may share an input, and their biases, one behind the other in memory.
+    """Place the weights of linears that may share an input, and their biases, one behind the other
+    in memory.
 
-    A group are the children of one module, which is no container of layers, that are torch.nn.Linear and have the same in_features,
-    dtype and device, and all or none a bias, in the order of registration: q, k and v of attention, gate and up of an MLP. Each
-    `weight.data` becomes a contiguous slice `[n, K]` of the group's memory `[n1 + n2 + ..., K]`. Parameters, names, values,
-    requires_grad and state_dict stay. Memory: at most one group more than before while it runs, and no more afterwards. Idempotent.
+    A group are the children of one module, which is no container of layers, that are
+    torch.nn.Linear and have the same in_features, dtype and device, and all or none a bias, in the
+    order of registration: q, k and v of attention, gate and up of an MLP. Each `weight.data`
+    becomes a contiguous slice `[n, K]` of the group's memory `[n1 + n2 + ..., K]`. Parameters,
+    names, values, requires_grad and state_dict stay. Memory: at most one group more than before
+    while it runs, and no more afterwards. Idempotent.
 
-    Linears are skipped that something else may look at or move: subclasses, parametrised, quantised or distributed weights, those with
-    hooks or a forward of their own, tied ones, those on meta or in shared memory, those whose bytes are no multiple of 16, and groups
-    for which memory is short. Call it before a CUDA graph is captured, which would go on reading the old memory.
+    Linears are skipped that something else may look at or move: subclasses, parametrised, quantised
+    or distributed weights, those with hooks or a forward of their own, tied ones, those on meta or
+    in shared memory, those whose bytes are no multiple of 16, and groups for which memory is short.
+    Call it before a CUDA graph is captured, which would go on reading the old memory.
     """
     taken, skipped = _Taken(model), dict[str, str]()
     with torch.inference_mode(False), torch.no_grad():
-        found = (_pack(m, taken, skipped) for path, module in model.named_modules() for m in _alike(module, path, taken, skipped))
+        found = (
+            _pack(m, taken, skipped)
+            for path, module in model.named_modules()
+            for m in _alike(module, path, taken, skipped)
+        )
         groups = tuple(group for group in found if group is not None)
     return Packed(model, groups, skipped)
 
 
 class _Taken:
-    """How often each tensor of a model is registered, and the tensors in each storage before any of them moves."""
+    """How often each tensor of a model is registered, and the tensors in each storage before any of
+    them moves."""
 
     def __init__(self, model: nn.Module) -> None:
-        tensors = [t for _, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))]
+        tensors = [
+            t
+            for _, t in (
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            )
+        ]
         self.times = Counter(map(id, tensors))
         self.by_storage: dict[Any, set[int]] = defaultdict(set)
         for tensor in tensors:
@@ -112,7 +135,9 @@ def _parameters(linear: nn.Linear) -> list[Tensor]:
     return [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
 
 
-def _alike(module: nn.Module, path: str, taken: _Taken, skipped: dict[str, str]) -> Iterable[dict[str, nn.Linear]]:
+def _alike(
+    module: nn.Module, path: str, taken: _Taken, skipped: dict[str, str]
+) -> Iterable[dict[str, nn.Linear]]:
     found: dict[Any, dict[str, nn.Linear]] = defaultdict(dict)
     for name, child in () if isinstance(module, CONTAINERS) else module.named_children():
         if not isinstance(child, nn.Linear):
@@ -132,7 +157,9 @@ def _against(linear: nn.Linear, taken: _Taken) -> str:
         return f"it is a {type(linear).__name__}"
     if changed(linear):
         return "it has hooks, or a forward of its own"
-    return next(filter(None, (_against_moving(tensor, taken) for tensor in _parameters(linear))), "")
+    return next(
+        filter(None, (_against_moving(tensor, taken) for tensor in _parameters(linear))), ""
+    )
 
 
 def _against_moving(tensor: Tensor, taken: _Taken) -> str:
@@ -151,7 +178,9 @@ def _against_moving(tensor: Tensor, taken: _Taken) -> str:
     return f"its bytes are no multiple of {ALIGNED}" if tensor.nbytes % ALIGNED else ""
 
 
-def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str]) -> PackedGroup | None:
+def _pack(
+    members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str]
+) -> PackedGroup | None:
     alone = _alone(members, taken, skipped)
     if len(alone) < 2:
         return None
@@ -160,11 +189,16 @@ def _pack(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str])
     if moved and not _moved(rows):
         skipped.update(dict.fromkeys(alone, "there is no memory to move it"))
         return None
-    return PackedGroup(tuple(alone), tuple(map(len, rows[0])), sum(t.nbytes for t in chain(*rows)), moved)
+    return PackedGroup(
+        tuple(alone), tuple(map(len, rows[0])), sum(t.nbytes for t in chain(*rows)), moved
+    )
 
 
-def _alone(members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str]) -> dict[str, list[Tensor]]:
-    """The tensors of those members whose memory holds nothing but members, each at a place of its own."""
+def _alone(
+    members: dict[str, nn.Linear], taken: _Taken, skipped: dict[str, str]
+) -> dict[str, list[Tensor]]:
+    """The tensors of those members whose memory holds nothing but members, each at a place of its
+    own."""
     every = {id(t) for linear in members.values() for t in _parameters(linear)}
     alone: dict[str, list[Tensor]] = {}
     for name, linear in members.items():
@@ -184,7 +218,10 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _moved(rows: list[list[Tensor]]) -> bool:
     """Move the tensors of each row into one memory. False: there is none."""
     try:
-        places = [row[0].new_empty((sum(map(len, row)), *row[0].shape[1:]), requires_grad=False) for row in rows]
+        places = [
+            row[0].new_empty((sum(map(len, row)), *row[0].shape[1:]), requires_grad=False)
+            for row in rows
+        ]
     except torch.OutOfMemoryError:
         return False
     for row, memory in zip(rows, places, strict=True):
@@ -194,4 +231,7 @@ def _moved(rows: list[list[Tensor]]) -> bool:
 
 
 def _contiguous(row: Sequence[Tensor]) -> bool:
-    return all((_storage(a), a.dtype, a.data_ptr() + a.nbytes) == (_storage(b), b.dtype, b.data_ptr()) for a, b in pairwise(row))
+    return all(
+        (_storage(a), a.dtype, a.data_ptr() + a.nbytes) == (_storage(b), b.dtype, b.data_ptr())
+        for a, b in pairwise(row)
+    )

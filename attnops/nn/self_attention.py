@@ -1,4 +1,5 @@
-"""`SelfAttention`: a decoder layer's attention with its projections, as Llama, Qwen 3, Gemma 2 and gpt-oss have it."""
+"""`SelfAttention`: a decoder layer's attention with its projections, as Llama, Qwen 3, Gemma 2 and
+gpt-oss have it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from attnops.nn.rotary import RotaryEmbedding, rope_of
 
 
 class SelfAttention(nn.Module):
-    """Projections, optional norm of query and key, optional RoPE, attention, projection back. Dense, packed, jagged or paged.
+    """Projections, optional norm of query and key, optional RoPE, attention, projection back.
+    Dense, packed, jagged or paged.
 
     Args:
         hidden_size: E of input and output.
@@ -29,7 +31,8 @@ class SelfAttention(nn.Module):
         bias: do the query, key and value projections have one?
         out_bias: does the output projection?
         scale, causal, window, softcap, sinks, dropout, kernel: as in `Attention`.
-        device, dtype: of the parameters, which start as torch.nn.Linear's and torch.nn.RMSNorm's do.
+        device, dtype: of the parameters, which start as torch.nn.Linear's and torch.nn.RMSNorm's
+            do.
 
     Raises:
         InvalidInput: an argument is out of its range.
@@ -38,11 +41,27 @@ class SelfAttention(nn.Module):
     __prepare_scriptable__ = check.not_scripted
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None,
-        *, qk_norm: bool = False, norm_eps: float = 1e-6, rope: RotaryEmbedding | None = None, bias: bool = False, out_bias: bool = False,
-        scale: float | None = None, causal: bool = True, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: bool = False,
-        dropout: float = 0.0, kernel: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        rope: RotaryEmbedding | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        scale: float | None = None,
+        causal: bool = True,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        sinks: bool = False,
+        dropout: float = 0.0,
+        kernel: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.hidden_size = check.size("hidden_size", hidden_size)
         check.size("num_heads", num_heads)
@@ -51,30 +70,56 @@ class SelfAttention(nn.Module):
             need(hidden_size % num_heads == 0, "head_dim", None, want)
             head_dim = hidden_size // num_heads
         self.attention = Attention(
-            num_heads, num_kv_heads, head_dim=head_dim, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
-            dropout=dropout, kernel=kernel, device=device, dtype=dtype,
-        )  # fmt: skip
+            num_heads,
+            num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout,
+            kernel=kernel,
+            device=device,
+            dtype=dtype,
+        )
         self.rope = rope_of(rope, "head_dim", head_dim)
         heads, kv_heads = self.attention.num_heads, self.attention.num_kv_heads
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=bias, **made)
-        self.k_proj, self.v_proj = (nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, **made) for _ in range(2))
+        self.k_proj, self.v_proj = (
+            nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, **made) for _ in range(2)
+        )
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=out_bias, **made)
         eps = check.number("norm_eps", norm_eps, 0.0)
-        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, eps=eps, **made) if qk_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(head_dim, eps=eps, **made) if qk_norm else None for _ in range(2)
+        )
 
     def forward(
-        self, hidden: Tensor,
-        *, positions: Tensor | None = None, mask: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None,
-        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, batch: PagedBatch | None = None, k_pages: Tensor | None = None,
-        v_pages: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        hidden: Tensor,
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        kv_start: Tensor | None = None,
+        kv_end: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        batch: PagedBatch | None = None,
+        k_pages: Tensor | None = None,
+        v_pages: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
         """Attend. Arguments that are not listed here are those of `Attention.forward`.
 
         Args:
-            hidden: `[B, S, E]` dense, or `[T, E]` packed (with cu_seqlens int32 `[B + 1]` and max_seqlen in tokens) or paged (with
-                batch, k_pages and v_pages), or a jagged nested tensor `[B, j, E]` (max_seqlen is then optional, as in `Attention.forward`).
-            positions: int `[S]` or `[B, S]`, or `[T]`, for RoPE. Default: from 0 in each request, or the batch's.
+            hidden: `[B, S, E]` dense, or `[T, E]` packed (with cu_seqlens int32 `[B + 1]` and
+                max_seqlen in tokens) or paged (with batch, k_pages and v_pages), or a jagged nested
+                tensor `[B, j, E]` (max_seqlen is then optional, as in `Attention.forward`).
+            positions: int `[S]` or `[B, S]`, or `[T]`, for RoPE. Default: from 0 in each request,
+                or the batch's.
 
         Returns:
             As hidden.
@@ -87,10 +132,21 @@ class SelfAttention(nn.Module):
             if self.attention.training and self.attention.dropout > 0:
                 refuse(self.attention.dropout, hidden=("a nested tensor", "a plain tensor"))
             packed = rows("hidden", hidden)
-            return packed.like(self.forward(
-                packed.values, positions=positions, mask=mask, kv_start=kv_start, kv_end=kv_end, cu_seqlens=packed.cu(),
-                max_seqlen=packed.longest(max_seqlen), k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale,
-            ))  # fmt: skip
+            return packed.like(
+                self.forward(
+                    packed.values,
+                    positions=positions,
+                    mask=mask,
+                    kv_start=kv_start,
+                    kv_end=kv_end,
+                    cu_seqlens=packed.cu(),
+                    max_seqlen=packed.longest(max_seqlen),
+                    k_pages=k_pages,
+                    v_pages=v_pages,
+                    k_scale=k_scale,
+                    v_scale=v_scale,
+                )
+            )
         dense = cu_seqlens is None and batch is None
         hidden, core = check.hidden_states(hidden, self.hidden_size, dense), self.attention
         lead = hidden.shape[:-1]
@@ -101,10 +157,23 @@ class SelfAttention(nn.Module):
             # Autocast norms in float32 and the ops take one dtype.
             query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
         if self.rope is not None:
-            query, key = self.rope(query, key, check.positions_of(hidden, positions, cu_seqlens, batch))
+            query, key = self.rope(
+                query, key, check.positions_of(hidden, positions, cu_seqlens, batch)
+            )
         attended = core(
-            query, key, value, mask=mask, kv_start=kv_start, kv_end=kv_end, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen,
-            batch=batch, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            mask=mask,
+            kv_start=kv_start,
+            kv_end=kv_end,
+            cu_seqlens_q=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            batch=batch,
+            k_pages=k_pages,
+            v_pages=v_pages,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
         out: Tensor = self.o_proj(attended.reshape(*lead, core.num_heads * core.v_head_dim))
         return out

@@ -204,7 +204,8 @@ WHOLE = 64
 
 
 def one_by_one(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A pointwise function of `x` `[..., N]`, on a CPU a row at a time under a deterministic policy.
+    """A pointwise function of `x` `[..., N]`, on a CPU a row at a time under a deterministic
+    policy.
 
     There torch computes the last numbers of a tensor, and of a thread's part of it, by other code
     than the rest. Traced code has no loop over rows, and fills them up to whole vectors.

@@ -33,8 +33,15 @@ from attnops.ops.pages.plan import (
     plan_paged_attention as plan_paged_attention,
     plan_sizes as plan_sizes,
 )
-from attnops.ops.pages.record import copy_kv as copy_kv, paged_attention as paged_attention, write_kv as write_kv
-from attnops.ops.sparse.record import sparse_mla_attention as sparse_mla_attention, write_latent_packed as write_latent_packed
+from attnops.ops.pages.record import (
+    copy_kv as copy_kv,
+    paged_attention as paged_attention,
+    write_kv as write_kv,
+)
+from attnops.ops.sparse.record import (
+    sparse_mla_attention as sparse_mla_attention,
+    write_latent_packed as write_latent_packed,
+)
 from attnops.ops.sparse.vertical_slash import (
     vertical_slash_attention as vertical_slash_attention,
     vertical_slash_indexes as vertical_slash_indexes,

@@ -1,7 +1,8 @@
-"""What the cases of a family are written in: `Features`, `Source` of random numbers, and a `Grid` of rows for each op.
+"""What the cases of a family are written in: `Features`, `Source` of random numbers, and a `Grid`
+of rows for each op.
 
-`attnops.testing` builds calls from them: from sizes, from what the record says of its arguments, and from a function of the family for
-what is an op's own.
+`attnops.testing` builds calls from them: from sizes, from what the record says of its arguments,
+and from a function of the family for what is an op's own.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ I32, I64 = torch.int32, torch.int64
 class Features:
     """The options of an attention call, without its lengths.
 
-    kv_dtype: a quantised dtype, or None for `dtype`. q_dtype: a quantised query's, with `dtype` that of the output.
+    kv_dtype: a quantised dtype, or None for `dtype`. q_dtype: a quantised query's, with `dtype`
+    that of the output.
     v_head_dim: None for head_dim. sinks: the sinks' dtype.
-    mask: "none", "bool", "additive" in `dtype`, or "biases", additive in float32 and as large as position biases of long contexts.
+    mask: "none", "bool", "additive" in `dtype`, or "biases", additive in float32 and as large as
+    position biases of long contexts.
     mask_shape: which of batch, head and query a dense mask has ("bhq"), the others being 1.
     temperature: a factor of every query token, paged only.
     loud: logits of several hundred, where a softmax that does not subtract its maximum overflows.
@@ -76,7 +79,11 @@ class Features:
 
     def narrow(self) -> list[str]:
         """Those of the letters whose dims are 1 here where the layout leaves the choice."""
-        mask = [size for letter, size in (("b", "B"), ("h", "Hq"), ("q", "S")) if letter not in self.mask_shape]
+        mask = [
+            size
+            for letter, size in (("b", "B"), ("h", "Hq"), ("q", "S"))
+            if letter not in self.mask_shape
+        ]
         return mask if self.scale_per_head else [*mask, "Hkv"]
 
 
@@ -102,15 +109,27 @@ class Source(OnDevice):
         super().__init__(device)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> Tensor:
+    def normal(
+        self, *shape: int, dtype: torch.dtype = torch.float32, spread: float = 1.0
+    ) -> Tensor:
         """Normal numbers, rounded to `dtype`."""
-        return (torch.randn(shape, generator=self.generator, dtype=torch.float64) * spread).to(dtype).to(self.device)
+        return (
+            (torch.randn(shape, generator=self.generator, dtype=torch.float64) * spread)
+            .to(dtype)
+            .to(self.device)
+        )
 
     def stored(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Keys or values in the format of a cache of `dtype`; uint8 is any bytes."""
         if dtype in (torch.int8, torch.uint8):
             top = torch.iinfo(dtype).max
-            return torch.randint(-127 if dtype == torch.int8 else 0, top + 1, shape, generator=self.generator).to(dtype).to(self.device)
+            return (
+                torch.randint(
+                    -127 if dtype == torch.int8 else 0, top + 1, shape, generator=self.generator
+                )
+                .to(dtype)
+                .to(self.device)
+            )
         return self.normal(*shape, dtype=dtype, spread=8.0 if dtype in QUANTISED else 1.0)
 
     def scales(self, heads: int, dtype: torch.dtype) -> Tensor:
@@ -132,10 +151,15 @@ class Source(OnDevice):
 
     def query(self, shape: Sequence[int], f: Features) -> Tensor:
         """A query in the dtype that `f` asks for."""
-        return self.stored(*shape, dtype=f.q_dtype) if f.q_dtype else self.normal(*shape, dtype=f.dtype, spread=60.0 if f.loud else 1.0)
+        return (
+            self.stored(*shape, dtype=f.q_dtype)
+            if f.q_dtype
+            else self.normal(*shape, dtype=f.dtype, spread=60.0 if f.loud else 1.0)
+        )
 
     def mask(self, shape: Sequence[int], f: Features) -> Tensor | None:
-        """A mask of `shape` as `f` asks, whose first row (all dims but the last at 0) hides every key."""
+        """A mask of `shape` as `f` asks, whose first row (all dims but the last at 0) hides every
+        key."""
         if f.mask == "none":
             return None
         hidden = self.chance(*shape, p=0.3)
@@ -150,8 +174,9 @@ class Source(OnDevice):
 class Pages(NamedTuple):
     """The pages of a call that reads or writes a cache.
 
-    spare: pages of no request. wider: columns of the table past the longest request; entries past a request's end are -1 or a spare
-    page. shared: the second request's first page is the first one's. interleaved: key and value pages are views of one buffer.
+    spare: pages of no request. wider: columns of the table past the longest request; entries past a
+    request's end are -1 or a spare page. shared: the second request's first page is the first
+    one's. interleaved: key and value pages are views of one buffer.
     """
 
     spare: int = 2
@@ -164,11 +189,13 @@ class Pages(NamedTuple):
 class Scene:
     """A call before its arguments are made: what a row says of it, and what follows from that.
 
-    q_lens, k_lens: new tokens and keys of each request. padding: (tokens, keys) past the last request, free; one number for both; None
-    is no padding, and the promises that there is none and that no page is missing. slack: how loose the maxima are.
+    q_lens, k_lens: new tokens and keys of each request. padding: (tokens, keys) past the last
+    request, free; one number for both; None is no padding, and the promises that there is none and
+    that no page is missing. slack: how loose the maxima are.
     index: the dtype of integers that may have two.
     given: arguments. sizes: by the letters of the layouts.
-    free: bool, True where nothing may be read: "tokens" `[T]`, "keys" `[N]` or `[B, K]`, "slots" `[P, page]`.
+    free: bool, True where nothing may be read: "tokens" `[T]`, "keys" `[N]` or `[B, K]`, "slots"
+    `[P, page]`.
     """
 
     source: Source
@@ -202,14 +229,15 @@ Given = dict[str, Any]
 class Grid:
     """The cases of an op.
 
-    names: of the values of a row, in order; a row may leave out the last ones. A name is that of a field of `Scene`, of an argument, of a
-    size in the record's layouts, or of a parameter of `own`. `dtype` is that of the features. A list of integers given for a tensor is
-    made one, and True or a dtype asks for random numbers.
+    names: of the values of a row, in order; a row may leave out the last ones. A name is that of a
+    field of `Scene`, of an argument, of a size in the record's layouts, or of a parameter of `own`.
+    `dtype` is that of the features. A list of integers given for a tensor is made one, and True or
+    a dtype asks for random numbers.
     rows: by label. Features, and dicts of values by name, stand anywhere in a row.
-    own: what is neither data nor said by the record. Takes the scene and the values by names that are its parameters alone; returns
-    arguments, and may change the scene.
-    of: the op whose calls the rows are; a gradient is that of such a call. A plan is made for one, and `own` takes the device and
-    returns its two buffers.
+    own: what is neither data nor said by the record. Takes the scene and the values by names that
+    are its parameters alone; returns arguments, and may change the scene.
+    of: the op whose calls the rows are; a gradient is that of such a call. A plan is made for one,
+    and `own` takes the device and returns its two buffers.
     """
 
     names: str
@@ -219,9 +247,13 @@ class Grid:
 
 
 EDGES: Rows = {
-    "page_1": ((3, 8, 1), 9, 1), "all_skipped": ((-1, -1, -1), 4, 3), "first_slot_skipped": ((-1, 5, -2), 4, 3),
-    "last_slot": ((11,), 4, 3), "no_tokens": ((), 4, 3), "no_pages": ((-1, -1), 0, 3),
-}  # fmt: skip
+    "page_1": ((3, 8, 1), 9, 1),
+    "all_skipped": ((-1, -1, -1), 4, 3),
+    "first_slot_skipped": ((-1, 5, -2), 4, 3),
+    "last_slot": ((11,), 4, 3),
+    "no_tokens": ((), 4, 3),
+    "no_pages": ((-1, -1), 0, 3),
+}
 """Slots of new tokens, pages and their size, of writes."""
 
 
@@ -232,4 +264,8 @@ def at(main: tuple[Any, ...], each: Mapping[str, Features | Given]) -> Rows:
 
 def crossed(shapes: Rows, features: Mapping[str, Features]) -> Rows:
     """The rows of every shape with all of these features."""
-    return {f"{shape}-{name}": (*row, f) for shape, row in shapes.items() for name, f in features.items()}
+    return {
+        f"{shape}-{name}": (*row, f)
+        for shape, row in shapes.items()
+        for name, f in features.items()
+    }

@@ -1,6 +1,8 @@
-"""The calls that `attnops bench` times, as an op's family lists them in `bench_points.POINTS`: by op and suite, as data.
+"""The calls that `attnops bench` times, as an op's family lists them in `bench_points.POINTS`: by
+op and suite, as data.
 
-place: of a point among those of all ops in its suite, the most used first. A short run takes the first ones.
+place: of a point among those of all ops in its suite, the most used first. A short run takes the
+first ones.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ NAMES = {"bfloat16": "", "float8_e4m3fn": " float8", "int8": " int8"}
 
 @dataclass(frozen=True)
 class Requests:
-    """A call of `batch` requests of `queries` new tokens with `keys` keys each. more: arguments that say more than a Problem does."""
+    """A call of `batch` requests of `queries` new tokens with `keys` keys each. more: arguments
+    that say more than a Problem does."""
 
     place: int
     kind: str
@@ -34,14 +37,17 @@ class Requests:
     @property
     def name(self) -> str:
         """Kind and sizes."""
-        sizes = f"{self.keys}" if self.queries in (1, self.keys) else f"{self.queries} of {self.keys}"
+        sizes = (
+            f"{self.keys}" if self.queries in (1, self.keys) else f"{self.queries} of {self.keys}"
+        )
         remark = f"{self.shape.q_heads} heads" if self.shape.rope_dim else self.remark
         return f"{self.kind} {self.batch}x{sizes}" + (f", {remark}" if remark else "")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A forward and its backward. lengths: the tokens of each request. chunk: attention_chunk. bias: with a mask `[1, Hq, S, S]`, added."""
+    """A forward and its backward. lengths: the tokens of each request. chunk: attention_chunk.
+    bias: with a mask `[1, Hq, S, S]`, added."""
 
     place: int
     name: str
@@ -62,7 +68,8 @@ class Filled:
         raise NotImplementedError
 
     def moved(self, given: Mapping[str, Any], written: tuple[str, ...]) -> int:
-        """The bytes that are read and written at least, without tables and scales. written: the arguments that the op writes."""
+        """The bytes that are read and written at least, without tables and scales. written: the
+        arguments that the op writes."""
         return 0
 
     def used(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -72,7 +79,8 @@ class Filled:
 
 @dataclass(frozen=True)
 class Written(Filled):
-    """Tokens that go into whole pages in random order, or into a page each when they are few, as in a decode step.
+    """Tokens that go into whole pages in random order, or into a page each when they are few, as in
+    a decode step.
 
     op: before the sizes in the name. sizes: of the layouts' letters. dtype: of the pages.
     """
@@ -90,9 +98,17 @@ class Written(Filled):
 
     def filled(self, pool: Any) -> tuple[dict[str, int], dict[str, Any]]:
         """Slots."""
-        n, pages, at = self.tokens, max(2 * -(-self.tokens // self.page), 64), torch.arange(self.tokens, device=pool.device)
+        n, pages, at = (
+            self.tokens,
+            max(2 * -(-self.tokens // self.page), 64),
+            torch.arange(self.tokens, device=pool.device),
+        )
         order = torch.randperm(pages, generator=pool.generator, device=pool.device)
-        slots = order[at] * self.page + 7 * at % self.page if n <= 64 else order[at // self.page] * self.page + at % self.page
+        slots = (
+            order[at] * self.page + 7 * at % self.page
+            if n <= 64
+            else order[at // self.page] * self.page + at % self.page
+        )
         return {**self.sizes, "T": n, "P": pages, "page": self.page}, {"slots": slots}
 
     def moved(self, given: Mapping[str, Any], written: tuple[str, ...]) -> int:

@@ -1,4 +1,5 @@
-"""Rules that layouts cannot say, shared by the records of several ops. They look at shapes, dtypes and numbers only."""
+"""Rules that layouts cannot say, shared by the records of several ops. They look at shapes, dtypes
+and numbers only."""
 
 from __future__ import annotations
 
@@ -101,13 +102,29 @@ KEY_SCALE = arg(SCALE, FLOAT32, default=None, facts=KV_SCALES, holds="scale_of_k
 QUERY_SCALE = arg(SCALE, FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_query")
 LATENT_SCALE = arg("1", FLOAT32, default=None, facts=KV_SCALE, holds="scale_of_keys")
 LATENT_QUERY_SCALE = replace(QUERY_SCALE, dims="1")
-TEMPERATURE = arg("T", FLOAT32, default=None, facts=(Fact("temperature", _is_given),), holds="factors")
+TEMPERATURE = arg(
+    "T", FLOAT32, default=None, facts=(Fact("temperature", _is_given),), holds="factors"
+)
 GRADIENT = (Fact("grad", _is_given),)
 LSE_GRAD = (Fact("lse_grad", _is_given),)
 PADDED = arg(default=True, hint=True, facts=(Fact("padded", feature=False),))
 HOLES = (Fact("holes", feature=False),)
-PLAN = arg("words", INDEX, default=None, hint=True, any_device=True, facts=(Fact("plan", _plan, feature=False),))
-WORKSPACE = arg("bytes", (torch.uint8,), default=None, written=True, hint=True, facts=(Fact("workspace", bytes_of, feature=False),))
+PLAN = arg(
+    "words",
+    INDEX,
+    default=None,
+    hint=True,
+    any_device=True,
+    facts=(Fact("plan", _plan, feature=False),),
+)
+WORKSPACE = arg(
+    "bytes",
+    (torch.uint8,),
+    default=None,
+    written=True,
+    hint=True,
+    facts=(Fact("workspace", bytes_of, feature=False),),
+)
 
 
 @group
@@ -150,21 +167,35 @@ class Visible(Call):
 
 def gradients(*of: str) -> tuple[Result, ...]:
     """The results of a gradient; that of a mask is worked out where `mask_grad` asks for it."""
-    return tuple(Result(f"grad_{name}", like=name, when="mask_grad" * (name == "mask")) for name in of)
+    return tuple(
+        Result(f"grad_{name}", like=name, when="mask_grad" * (name == "mask")) for name in of
+    )
 
 
 def heads_divide(call: Any, sizes: Sizes) -> None:
     """Each key head serves as many query heads as another."""
     heads, kv_heads = sizes["Hq"], sizes["Hkv"]
-    need(heads % kv_heads == 0, place(call.spec, "Hq"), heads, f"a multiple of the key's {kv_heads} heads")
+    need(
+        heads % kv_heads == 0,
+        place(call.spec, "Hq"),
+        heads,
+        f"a multiple of the key's {kv_heads} heads",
+    )
 
 
 def attention(call: Any, sizes: Sizes) -> None:
-    """Heads divide, and the query's and the key's dtypes come with the scales they need, which a gradient has not."""
+    """Heads divide, and the query's and the key's dtypes come with the scales they need, which a
+    gradient has not."""
     heads_divide(call, sizes)
     q_scale(call.query, getattr(call, "q_scale", None))
     key = "key" if "key" in call.spec.names else "k_pages"
-    kv_scales(call.query, key, getattr(call, key), getattr(call, "k_scale", None), getattr(call, "v_scale", None))
+    kv_scales(
+        call.query,
+        key,
+        getattr(call, key),
+        getattr(call, "k_scale", None),
+        getattr(call, "v_scale", None),
+    )
 
 
 def q_scale(query: Tensor, given: Tensor | None) -> None:
@@ -174,18 +205,32 @@ def q_scale(query: Tensor, given: Tensor | None) -> None:
         fail(InvalidInput, "q_scale", got, f"{want}, because the query is {name(query.dtype)}")
 
 
-def kv_scales(query: Tensor, field: str, key: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, of: str = "query") -> None:
-    """Keys have the query's dtype, or a quantised one that comes with scales. of: the argument that the query is."""
+def kv_scales(
+    query: Tensor,
+    field: str,
+    key: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    of: str = "query",
+) -> None:
+    """Keys have the query's dtype, or a quantised one that comes with scales. of: the argument that
+    the query is."""
     if key.dtype != query.dtype or key.dtype not in FLOATS:
         if key.dtype not in QUANTISED:
             want = f"{name(query.dtype)} (the {of}'s) or {' | '.join(map(name, QUANTISED))}"
             fail(InvalidInput, f"{field}.dtype", name(key.dtype), want)
         if k_scale is None or v_scale is None:
-            fail(InvalidInput, "k_scale, v_scale", "None", f"both, because {field} is {name(key.dtype)}")
+            fail(
+                InvalidInput,
+                "k_scale, v_scale",
+                "None",
+                f"both, because {field} is {name(key.dtype)}",
+            )
 
 
 def plan(call: Any) -> None:
-    """A plan is made on the device for the device (int32), or by the host for the host (int64). A workspace has no gaps."""
+    """A plan is made on the device for the device (int32), or by the host for the host (int64). A
+    workspace has no gaps."""
     contiguous("workspace", call.workspace)
     given, device = call.plan, call[0].device
     if given is None or (given.dtype, given.device.type) == (torch.int64, "cpu"):
@@ -193,7 +238,12 @@ def plan(call: Any) -> None:
     refuse_plan_of_holes(call)
     if given.dtype != torch.int32 or given.device != device:
         got = f"{name(given.dtype)} on {given.device}"
-        fail(InvalidInput, "plan", got, f"int32 on {device}, or int64 on cpu: the result of a plan op")
+        fail(
+            InvalidInput,
+            "plan",
+            got,
+            f"int32 on {device}, or int64 on cpu: the result of a plan op",
+        )
 
 
 def contiguous(field: str, given: Tensor | None) -> None:

@@ -1,4 +1,5 @@
-"""`Sweep`: a kind of call and the sizes at which `attnops tune` times it. `TIMED` of a family's timed.py holds those of each of its ops.
+"""`Sweep`: a kind of call and the sizes at which `attnops tune` times it. `TIMED` of a family's
+timed.py holds those of each of its ops.
 
 Here are the sizes that several families share.
 """
@@ -24,7 +25,8 @@ LARGEST_FLOPS = 1e13
 class Sweep(Axes):
     """A kind of call and the sizes it is timed at: every combination except the largest.
 
-    turn: kinds of a lower turn are timed before, in case the budget ends: they are used the most. grid: the grid that has it.
+    turn: kinds of a lower turn are timed before, in case the budget ends: they are used the most.
+    grid: the grid that has it.
     few: the batches of the brief grid; () thins those of the full one.
     """
 
@@ -34,9 +36,15 @@ class Sweep(Axes):
 
     def allows(self, at: Sizes) -> bool:
         """Is a call of these sizes timed?"""
-        whole, results = altered(self.kind, window=(-1, -1)), self.kind.results  # a window reads a part of the cache
-        products = 2.5 if results.grad or results.lse else 1.0  # of a training step, five where a forward makes two
-        return work(whole, at).bytes <= LARGEST_BYTES and products * work(self.kind, at).flops <= LARGEST_FLOPS
+        # A window reads a part of the cache
+        whole, results = altered(self.kind, window=(-1, -1)), self.kind.results
+        products = (
+            2.5 if results.grad or results.lse else 1.0
+        )  # of a training step, five where a forward makes two
+        return (
+            work(whole, at).bytes <= LARGEST_BYTES
+            and products * work(self.kind, at).flops <= LARGEST_FLOPS
+        )
 
     @property
     def allowed(self) -> int:
@@ -46,12 +54,18 @@ class Sweep(Axes):
 
 def powers(low: int, high: int, step: int = 2) -> Axis:
     """low, low * step, ... up to high."""
-    return tuple(itertools.takewhile(lambda n: n <= high, (float(low * step**i) for i in itertools.count())))
+    return tuple(
+        itertools.takewhile(lambda n: n <= high, (float(low * step**i) for i in itertools.count()))
+    )
 
 
 SINGLE = (1.0,)
-# Times are nearly linear in the keys of a request, and jump with the batch when it needs another wave: at 16 or at 17.
-BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 17, 20, 24, 28, 32, 33, 40, 49, 64, 65, 81, 97, 128, 131, 160, 193, 256)
+# Times are nearly linear in the keys of a request, and jump with the batch when it needs another
+# wave: at 16 or at 17.
+BATCHES = (
+    1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 17, 20, 24, 28, 32, 33, 40, 49, 64, 65, 81, 97, 128, 131, 160,
+    193, 256,
+)  # fmt: skip
 KEYS = powers(64, 65536, 4)
 COARSE = (powers(1, 256, 4), powers(256, 65536, 4))
 FINE = (tuple(map(float, BATCHES)), KEYS)
@@ -87,16 +101,40 @@ def decoding(kind: Problem) -> Problem:
     return altered(kind, queries=ONE, sizes_equal=False)
 
 
-def decode(turn: int, kind: Problem, batch: Axis = COARSE[0], ratio: Axis = COARSE[1], /, grid: str = "full", **more: Any) -> Sweep:
+def decode(
+    turn: int,
+    kind: Problem,
+    batch: Axis = COARSE[0],
+    ratio: Axis = COARSE[1],
+    /,
+    grid: str = "full",
+    **more: Any,
+) -> Sweep:
     """One new token a request, over its keys."""
     return Sweep(decoding(altered(kind, **more)), batch, SINGLE, ratio, turn, grid)
 
 
-def extend(turn: int, kind: Problem, batch: Axis = SOME, queries: Axis = MANY, /, grid: str = "full", **more: Any) -> Sweep:
+def extend(
+    turn: int,
+    kind: Problem,
+    batch: Axis = SOME,
+    queries: Axis = MANY,
+    /,
+    grid: str = "full",
+    **more: Any,
+) -> Sweep:
     """Several new tokens a request, with keys before."""
     return Sweep(altered(kind, **more), batch, queries, PASTS, turn, grid)
 
 
-def prefill(turn: int, kind: Problem, batch: Axis = FEW, queries: Axis = PROMPTS, /, grid: str = "full", **more: Any) -> Sweep:
+def prefill(
+    turn: int,
+    kind: Problem,
+    batch: Axis = FEW,
+    queries: Axis = PROMPTS,
+    /,
+    grid: str = "full",
+    **more: Any,
+) -> Sweep:
     """As many keys as new tokens."""
     return Sweep(altered(kind, **more), batch, queries, SINGLE, turn, grid)

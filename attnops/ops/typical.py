@@ -1,4 +1,5 @@
-"""Fields of the Problems of usual calls, for `Op.typical`: those of a Llama of 8 billion parameters, and of DeepSeek-V3."""
+"""Fields of the Problems of usual calls, for `Op.typical`: those of a Llama of 8 billion
+parameters, and of DeepSeek-V3."""
 
 from __future__ import annotations
 

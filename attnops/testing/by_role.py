@@ -1,4 +1,5 @@
-"""The arguments of a scene that no row gives: numbers from the features, and random tensors by what the record says that they hold."""
+"""The arguments of a scene that no row gives: numbers from the features, and random tensors by what
+the record says that they hold."""
 
 from __future__ import annotations
 
@@ -45,9 +46,16 @@ def tensor(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor | None:
         return source.mask(shape, f)
     if "sinks" in facts:
         return None if f.sinks is None else source.normal(*shape, dtype=f.sinks)
-    dtype, asked = wanted if isinstance(wanted, torch.dtype) else dtype_of(a, f.dtype), wanted or a.default is REQUIRED
+    dtype, asked = (
+        wanted if isinstance(wanted, torch.dtype) else dtype_of(a, f.dtype),
+        wanted or a.default is REQUIRED,
+    )
     if a.written:
-        return torch.empty(*shape, dtype=dtype, device=source.device) if asked or ("lse" in facts and f.lse) else None
+        return (
+            torch.empty(*shape, dtype=dtype, device=source.device)
+            if asked or ("lse" in facts and f.lse)
+            else None
+        )
     return source.normal(*shape, dtype=dtype) if asked else None
 
 
@@ -60,7 +68,9 @@ def _queries(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor:
 
 
 def _new_keys(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor:
-    return scene.source.normal(*shape, dtype=scene.f.dtype, spread=SPREAD.get(scene.f.kv_dtype or scene.f.dtype, 1.0))
+    return scene.source.normal(
+        *shape, dtype=scene.f.dtype, spread=SPREAD.get(scene.f.kv_dtype or scene.f.dtype, 1.0)
+    )
 
 
 def _scales(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor | None:

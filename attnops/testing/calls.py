@@ -1,4 +1,5 @@
-"""`Call`: an op with its arguments, before the call; and the plans and workspaces that a kernel needs besides them."""
+"""`Call`: an op with its arguments, before the call; and the plans and workspaces that a kernel
+needs besides them."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class Call:
     Args:
         op: name of the op.
         arguments: by the schema's name, those that are not at their defaults; without `policy`.
-        free: by argument, bool and broadcastable to it: entries that no kernel may read and that may hold anything, such as unused
-            pages, keys outside a range, and padding.
+        free: by argument, bool and broadcastable to it: entries that no kernel may read and that
+            may hold anything, such as unused pages, keys outside a range, and padding.
         writes: arguments that the op writes without reading them.
     """
 
@@ -46,7 +47,11 @@ class Call:
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword-only arguments that are given."""
-        return {a.name: self.arguments[a.name] for a in self.spec.args if a.keyword and a.name in self.arguments}
+        return {
+            a.name: self.arguments[a.name]
+            for a in self.spec.args
+            if a.keyword and a.name in self.arguments
+        }
 
     @property
     def spec(self) -> Spec:
@@ -56,7 +61,9 @@ class Call:
     @property
     def mutated(self) -> tuple[str, ...]:
         """Arguments given here that the record declares written."""
-        return tuple(a.name for a in self.spec.args if a.written and self.arguments.get(a.name) is not None)
+        return tuple(
+            a.name for a in self.spec.args if a.written and self.arguments.get(a.name) is not None
+        )
 
     @property
     def problem(self) -> Problem:
@@ -80,7 +87,11 @@ class Call:
 
     def held(self) -> dict[str, Any]:
         """The arguments whose record says what they hold, by that."""
-        return {a.holds: self.arguments[a.name] for a in self.spec.args if a.holds and a.name in self.arguments}
+        return {
+            a.holds: self.arguments[a.name]
+            for a in self.spec.args
+            if a.holds and a.name in self.arguments
+        }
 
     def with_(self, **arguments: Any) -> Call:
         """The same call with other arguments; None takes one away."""
@@ -92,17 +103,29 @@ class Call:
         return self.with_(**{n: change(n, t) for n, t in self.tensors().items()})
 
 
-def filled(op: str, sizes: Mapping[str, Any], given: Mapping[str, Any], make: Make, narrow: Sequence[str] = ()) -> dict[str, Any]:
-    """The arguments of a call of `op`: those given, and for each other tensor argument the tensor that `make` returns for its shape.
+def filled(
+    op: str,
+    sizes: Mapping[str, Any],
+    given: Mapping[str, Any],
+    make: Make,
+    narrow: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The arguments of a call of `op`: those given, and for each other tensor argument the tensor
+    that `make` returns for its shape.
 
-    sizes: by the layouts' letters. A tensor is left out if one of its sizes is unknown or `make` returns None.
+    sizes: by the layouts' letters. A tensor is left out if one of its sizes is unknown or `make`
+    returns None.
     narrow: the sizes that a dim of several sizes ("1 | B") does not take.
     """
     arguments: dict[str, Any] = {}
     for a in OPS[op].spec.args:
         if a.name in given:
             arguments[a.name] = given[a.name]
-        elif a.tensor and (shape := _shape(a, {**given, **sizes}, narrow)) is not None and (value := make(a, shape)) is not None:
+        elif (
+            a.tensor
+            and (shape := _shape(a, {**given, **sizes}, narrow)) is not None
+            and (value := make(a, shape)) is not None
+        ):
             arguments[a.name] = value
     return arguments
 
@@ -112,21 +135,34 @@ def _shape(a: Arg, sizes: dict[str, Any], narrow: Sequence[str]) -> list[int] | 
     for size in a.layout:
         first, *others = size.text.removeprefix(">=").split("|")
         try:
-            shape.append(evaluate(others[-1] if others and others[-1].strip() not in narrow else first, sizes))
+            shape.append(
+                evaluate(
+                    others[-1] if others and others[-1].strip() not in narrow else first, sizes
+                )
+            )
         except NameError:
             return None
     return shape
 
 
 def equip(kernel: Kernel, call: Call) -> Call:
-    """`call` with the host plan and the zeroed workspace that `kernel` needs, unless the call has them or the op has no such arguments."""
+    """`call` with the host plan and the zeroed workspace that `kernel` needs, unless the call has
+    them or the op has no such arguments."""
     call = planned(kernel, call)
-    if kernel.workspace_bytes is None or "workspace" not in call.spec.names or call.arguments.get("workspace") is not None:
+    if (
+        kernel.workspace_bytes is None
+        or "workspace" not in call.spec.names
+        or call.arguments.get("workspace") is not None
+    ):
         return call
     if kernel.unmet(call.problem):
         return call  # the kernel refuses it, and its size function need not know such a problem
     device = next(iter(call.tensors().values())).device
-    return call.with_(workspace=torch.zeros(kernel.workspace_bytes(call.problem), dtype=torch.uint8, device=device))
+    return call.with_(
+        workspace=torch.zeros(
+            kernel.workspace_bytes(call.problem), dtype=torch.uint8, device=device
+        )
+    )
 
 
 def with_device_plan(kernel: Kernel, call: Call) -> Call:
@@ -143,17 +179,29 @@ def with_device_plan(kernel: Kernel, call: Call) -> Call:
 
 
 def equip_as_used(kernel: Kernel, call: Call) -> Call:
-    """As `equip`, with the optional device plan that layers make once a step. Kernels are timed on such calls."""
+    """As `equip`, with the optional device plan that layers make once a step. Kernels are timed on
+    such calls."""
     return with_device_plan(kernel, equip(kernel, call))
 
 
-def planned(kernel: Kernel, call: Call, policy: str = "", buffers: tuple[Tensor, Tensor] | None = None) -> Call:
-    """`call` with the host plan that `kernel` needs; unchanged if it needs no plan or refuses the call with one.
+def planned(
+    kernel: Kernel, call: Call, policy: str = "", buffers: tuple[Tensor, Tensor] | None = None
+) -> Call:
+    """`call` with the host plan that `kernel` needs; unchanged if it needs no plan or refuses the
+    call with one.
 
     buffers: plan and workspace to write into; None allocates the smallest ones.
     """
-    maker = None if call.arguments.get("plan") is not None else kernels_of(f"plan_{call.op}").get(kernel.name)
-    if maker is None or maker.plan.sizes is None or kernel.refusals(altered(call.problem, plan="host")):
+    maker = (
+        None
+        if call.arguments.get("plan") is not None
+        else kernels_of(f"plan_{call.op}").get(kernel.name)
+    )
+    if (
+        maker is None
+        or maker.plan.sizes is None
+        or kernel.refusals(altered(call.problem, plan="host"))
+    ):
         return call
     made = plan_call(call, maker, buffers)
     with torch.no_grad():
@@ -172,12 +220,25 @@ def plan_call(call: Call, maker: Kernel, buffers: tuple[Tensor, Tensor] | None =
         found = value_of(p, a.facts[0]) if a.facts else leaf(p, a.name)
         return str(found)[6:] if isinstance(found, torch.dtype) else found
 
-    arguments = {a.name: value(a) for a in spec.args if not a.written and (a.holds or a.facts or a.default is REQUIRED)}
+    arguments = {
+        a.name: value(a)
+        for a in spec.args
+        if not a.written and (a.holds or a.facts or a.default is REQUIRED)
+    }
     if buffers is None:
         device, (requests, pages) = held["page_ids"].device, held["page_ids"].shape
         fixed = {n: x for n, x in arguments.items() if not (spec[n].tensor or spec[n].symbolic)}
         assert maker.plan.sizes is not None
-        sizes = maker.plan.sizes(**fixed, max_tokens=held["tokens"], max_requests=requests, max_pages=pages, device=device)
-        buffers = torch.zeros(sizes[0], dtype=torch.int64), torch.zeros(sizes[1], dtype=torch.uint8, device=device)
+        sizes = maker.plan.sizes(
+            **fixed,
+            max_tokens=held["tokens"],
+            max_requests=requests,
+            max_pages=pages,
+            device=device,
+        )
+        buffers = (
+            torch.zeros(sizes[0], dtype=torch.int64),
+            torch.zeros(sizes[1], dtype=torch.uint8, device=device),
+        )
     writes = tuple(a.name for a in spec.args if a.written)
     return Call(spec.op, arguments | dict(zip(writes, buffers, strict=True)), writes=writes)

@@ -1,4 +1,5 @@
-"""The problem grid, `CASES[op]`: every feature on one shape, the important ones on many. The rows are those of the ops' families."""
+"""The problem grid, `CASES[op]`: every feature on one shape, the important ones on many. The rows
+are those of the ops' families."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def table(op: str, rows: Rows) -> tuple[Case, ...]:
 
 
 class _Cases(Mapping[str, tuple[Case, ...]]):
-    """The cases of every op whose family has some. A family's are imported when they are first asked for."""
+    """The cases of every op whose family has some. A family's are imported when they are first
+    asked for."""
 
     def __getitem__(self, op: str) -> tuple[Case, ...]:
         if (grid := _grid(op)) is None:

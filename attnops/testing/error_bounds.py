@@ -1,4 +1,5 @@
-"""How far from the exact result a kernel may be, as its op's family says in `bound.py`. A kernel's `tolerance` multiplies every figure."""
+"""How far from the exact result a kernel may be, as its op's family says in `bound.py`. A kernel's
+`tolerance` multiplies every figure."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def allowance(call: Call, expected: Mapping[str, Tensor], rounded_sums: bool = F
     """The absolute error each result of `call` may have; the results that are not named are exact.
 
     expected: the exact results; free entries of the call are zero.
-    rounded_sums: the kernel rounds weights to the query's dtype before it adds them up. Their sum is off by one unit roundoff of that
-    dtype at most, and the error of the lse grows by it.
+    rounded_sums: the kernel rounds weights to the query's dtype before it adds them up. Their sum
+    is off by one unit roundoff of that dtype at most, and the error of the lse grows by it.
     """
     bound = OPS[call.op].of_family("bound", "BOUNDS")
     if bound is None:

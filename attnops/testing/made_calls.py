@@ -1,4 +1,5 @@
-"""A call of any op, from a row of its family's table and what the record says of its arguments. Every length may be 0."""
+"""A call of any op, from a row of its family's table and what the record says of its arguments.
+Every length may be 0."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from attnops.ops.case_data import Features, Grid, Pages, Scene, Source
 from attnops.testing.by_role import dtype_of, number, tensor
 from attnops.testing.calls import Call, filled, plan_call
 
-FREE = {"queries": "tokens", "new_keys": "tokens", "factors": "tokens", "keys": "keys", "pages": "pages"}
+FREE = {
+    "queries": "tokens",
+    "new_keys": "tokens",
+    "factors": "tokens",
+    "keys": "keys",
+    "pages": "pages",
+}
 """Which of a scene's masks says what is free, by what an argument holds."""
 
 OF_SCENES = frozenset(f.name for f in fields(Scene)[2:] if f.init)
@@ -40,12 +47,17 @@ def make_call(op: str, source: Source, *row: Any, **named: Any) -> Call:
     if grid.own is not None:
         scene.given |= grid.own(scene, **rest)
     elif rest:
-        raise TypeError(f"{op}: got {', '.join(rest)}, want the names of its grid, arguments and sizes")
+        raise TypeError(
+            f"{op}: got {', '.join(rest)}, want the names of its grid, arguments and sizes"
+        )
     return _call(scene)
 
 
-def gradient_call(source: Source, forward: Call, mask_grad: bool = False, lse_grad: bool = False) -> Call:
-    """`<op>_backward` of a forward call: its results as the reference gives them, and random gradients."""
+def gradient_call(
+    source: Source, forward: Call, mask_grad: bool = False, lse_grad: bool = False
+) -> Call:
+    """`<op>_backward` of a forward call: its results as the reference gives them, and random
+    gradients."""
     made, free, arguments = _exact_results(forward), dict(forward.free), dict[str, Any]()
     query = next(a.name for a in forward.spec.args if a.holds == "queries")
     wanted = {n for n, on in zip(GRADIENT, (mask_grad, lse_grad), strict=True) if on}
@@ -69,7 +81,9 @@ def _exact_results(call: Call) -> dict[str, Tensor]:
     exact = call.map(lambda _, t: t.double() if t.is_floating_point() else t)
     exact = exact.map(lambda n, t: torch.where(call.free[n], 0.0, t) if n in call.free else t)
     results = call.spec.results
-    made = OPS[call.op].reference(changed(exact.record, **{r.when: True for r in results if r.when}))
+    made = OPS[call.op].reference(
+        changed(exact.record, **{r.when: True for r in results if r.when})
+    )
     return dict(zip((r.name for r in results), made, strict=True))
 
 
@@ -80,7 +94,9 @@ def _by_name(names: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
         raise TypeError(f"got {len(plain)} values, want {' '.join(names)}")
     values = dict(zip(names, plain, strict=False))
     for part in row:
-        values |= part if isinstance(part, dict) else {"f": part} if isinstance(part, Features) else {}
+        values |= (
+            part if isinstance(part, dict) else {"f": part} if isinstance(part, Features) else {}
+        )
     return values
 
 
@@ -92,32 +108,48 @@ def _scene(op: str, source: Source, values: dict[str, Any]) -> tuple[Scene, dict
     scene = Scene(source, spec, **own)
     if "dtype" in values:
         scene.f = replace(scene.f, dtype=values.pop("dtype"))
-    scene.sizes = scene.f.sizes() | {n: values.pop(n) for n in letters & values.keys() - set(spec.names)}
+    scene.sizes = scene.f.sizes() | {
+        n: values.pop(n) for n in letters & values.keys() - set(spec.names)
+    }
     scene.given = {n: values.pop(n) for n in spec.names if n in values}
     for a in spec.args:
         if a.tensor and isinstance(given := scene.given.get(a.name), Sequence):
             made = source.ints(given, dtype_of(a, scene.index))
             scene.given[a.name] = made
-            scene.sizes |= {s.text: n for s, n in zip(a.layout, made.shape, strict=True) if s.text.isidentifier()}
+            scene.sizes |= {
+                s.text: n
+                for s, n in zip(a.layout, made.shape, strict=True)
+                if s.text.isidentifier()
+            }
             if a.holds == "slots_of_tokens":
                 scene.free["tokens"] = made < 0
     return scene, values
 
 
 def _add_requests(scene: Scene) -> None:
-    """Add the lengths of the requests and their sums, their pages, and what is free past their ends."""
+    """Add the lengths of the requests and their sums, their pages, and what is free past their
+    ends."""
     source, (tokens, keys), given = scene.source, scene.past, dict[str, Any]()
     if scene.q_lens is not None:
         end = sum(scene.q_lens)
         scene.sizes |= {"T": end + tokens, "B": len(scene.q_lens)}
         scene.free["tokens"] = source.past(end, end + tokens)
-        given |= {"starts_of_queries": source.cumulative(scene.q_lens), "lengths_of_queries": source.ints(scene.q_lens)}
-        given |= {"most_queries": max(scene.q_lens, default=0) + scene.slack, "tokens": end + tokens}
+        given |= {
+            "starts_of_queries": source.cumulative(scene.q_lens),
+            "lengths_of_queries": source.ints(scene.q_lens),
+        }
+        given |= {
+            "most_queries": max(scene.q_lens, default=0) + scene.slack,
+            "tokens": end + tokens,
+        }
     if scene.k_lens is not None:
         end = sum(scene.k_lens)
         scene.sizes |= {"N": end + keys, "B": len(scene.k_lens)}
         scene.free["keys"] = source.past(end, end + keys)
-        given |= {"starts_of_keys": source.cumulative(scene.k_lens), "most_keys": max(scene.k_lens, default=0) + scene.slack}
+        given |= {
+            "starts_of_keys": source.cumulative(scene.k_lens),
+            "most_keys": max(scene.k_lens, default=0) + scene.slack,
+        }
     for a in scene.spec.args:
         if a.holds in given:
             scene.given[a.name] = given[a.holds]
@@ -129,8 +161,11 @@ def _add_requests(scene: Scene) -> None:
             scene.sizes |= {"P": used.shape[0], "max_pages": table.shape[1]}
 
 
-def page_table(source: Source, lengths: Sequence[int], page_size: int, pages: Pages) -> tuple[Tensor, Tensor]:
-    """(int32 page table, bool `[P, page]` of the slots that hold keys). Pages are in random order."""
+def page_table(
+    source: Source, lengths: Sequence[int], page_size: int, pages: Pages
+) -> tuple[Tensor, Tensor]:
+    """(int32 page table, bool `[P, page]` of the slots that hold keys). Pages are in random
+    order."""
     counts = [-(-n // page_size) for n in lengths]
     order = source.permutation(sum(counts) + pages.spare)
     width = max(counts, default=0) + pages.wider
@@ -151,10 +186,14 @@ def page_table(source: Source, lengths: Sequence[int], page_size: int, pages: Pa
 def _call(scene: Scene) -> Call:
     """The call of a scene, with the arguments that are not yet given."""
     spec, arguments = scene.spec, _arguments(scene)
-    pages = {a.name: arguments[a.name] for a in spec.args if a.holds == "pages" and a.name in arguments}
+    pages = {
+        a.name: arguments[a.name] for a in spec.args if a.holds == "pages" and a.name in arguments
+    }
     if scene.pages.interleaved and len(pages) == 2:
         arguments |= _interleaved(pages)
-    free = {n: where for n, x in arguments.items() if (where := _free(scene, spec[n], x)) is not None}
+    free = {
+        n: where for n, x in arguments.items() if (where := _free(scene, spec[n], x)) is not None
+    }
     writes = (n for n in arguments if spec[n].written and n not in pages and not spec[n].hint)
     return Call(spec.op, arguments, free, tuple(writes))
 
@@ -165,7 +204,9 @@ def _arguments(scene: Scene) -> dict[str, Any]:
     numbers = {a.name: number(scene, a) for a in spec.args if not a.tensor and a.name not in given}
     given |= {n: x for n, x in numbers.items() if x is not None}
     sizes = {a.name: a.default for a in spec.args if not a.tensor} | given | scene.sizes
-    arguments = filled(spec.op, sizes, given, lambda a, shape: tensor(scene, a, shape), scene.f.narrow())
+    arguments = filled(
+        spec.op, sizes, given, lambda a, shape: tensor(scene, a, shape), scene.f.narrow()
+    )
     return {n: x for n, x in arguments.items() if x is not None}
 
 
@@ -181,7 +222,8 @@ def _is_asked(a: Arg, value: Any) -> bool:
 
 
 def _interleaved(pages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Both kinds of pages as views of one buffer `[P, page, Hkv, D + Dv]`, the layout of several engines."""
+    """Both kinds of pages as views of one buffer `[P, page, Hkv, D + Dv]`, the layout of several
+    engines."""
     (first, keys), (second, values) = pages.items()
     both = torch.cat([compact(x).view(torch.uint8) for x in (keys, values)], -1).view(keys.dtype)
     return {first: both[..., : keys.shape[-1]], second: both[..., keys.shape[-1] :]}

@@ -12,7 +12,8 @@ from attnops.ops.case_data import OnDevice
 
 
 class Pool(OnDevice):
-    """Random numbers on a device, dealt out as tensors that do not overlap until `reset`. One buffer a dtype, which grows."""
+    """Random numbers on a device, dealt out as tensors that do not overlap until `reset`. One
+    buffer a dtype, which grows."""
 
     def __init__(self, device: torch.device | str, seed: int = 0) -> None:
         super().__init__(device)
@@ -32,7 +33,8 @@ class Pool(OnDevice):
             torch.cuda.empty_cache()
 
     def reserve(self, dtype: torch.dtype, numbers: int) -> None:
-        """Allocate at least `numbers` of `dtype`. Tensors dealt out before keep their memory, outside of the pool."""
+        """Allocate at least `numbers` of `dtype`. Tensors dealt out before keep their memory,
+        outside of the pool."""
         have = self._buffers.get(dtype)
         if have is None or have.numel() < numbers:
             self._buffers.pop(dtype, None)
@@ -49,7 +51,9 @@ class Pool(OnDevice):
         out = torch.empty(numbers, dtype=dtype, device=self.device)
         for part in out.split(1 << 28):
             if dtype in QUANTISED:
-                part.copy_(torch.randn(part.shape, generator=self.generator, device=self.device).mul_(2.0))
+                part.copy_(
+                    torch.randn(part.shape, generator=self.generator, device=self.device).mul_(2.0)
+                )
             else:
                 part.normal_(generator=self.generator)
         return out

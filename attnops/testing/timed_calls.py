@@ -1,4 +1,5 @@
-"""Calls of a kind at any size. Inputs are views of one pool, so that a call takes no longer to make than to time."""
+"""Calls of a kind at any size. Inputs are views of one pool, so that a call takes no longer to make
+than to time."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ GRADIENT, SOFTCAP, SCALE = "_backward", 30.0, 0.5
 PROMISES = ("padded", "holes")
 """Facts that are false of timed calls, as `PagedCache` promises of its batches."""
 HALVES = ("D // 2",)
-"""Sizes of angles that are not taken where the layout leaves the choice: transformers' have as many as a head has numbers."""
+"""Sizes of angles that are not taken where the layout leaves the choice: transformers' have as many
+as a head has numbers."""
 SHORTEST = 0.6
 """The shortest request of a batch that reads a cache, as a share of the longest."""
 COLD_BYTES = 600_000_000
@@ -41,9 +43,9 @@ def problem_at(kind: Problem, at: Sizes, target: Target) -> Problem:
 def lengths(kind: Problem, at: Sizes) -> tuple[list[int], list[int]]:
     """(new tokens, keys) of each request of a timed call.
 
-    Selection knows the longest cached length only, so requests that read a cache are evenly spread from SHORTEST of it to all of it.
-    The documents of a packed training step are evenly spread from half the mean length to one and a half of it. Other requests have equal
-    lengths.
+    Selection knows the longest cached length only, so requests that read a cache are evenly spread
+    from SHORTEST of it to all of it. The documents of a packed training step are evenly spread from
+    half the mean length to one and a half of it. Other requests have equal lengths.
     """
     batch, queries, keys = int(at.batch), int(at.queries), int(at.queries * at.ratio)
     if "starts_of_keys" in OPS[kind.op].spec.roles and (kind.results.lse or kind.results.grad):
@@ -56,13 +58,20 @@ def lengths(kind: Problem, at: Sizes) -> tuple[list[int], list[int]]:
 
 
 def build(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool) -> Call:
-    """A call of `kind` with these new tokens and keys of each request. Pages are in random order. Resets the pool.
+    """A call of `kind` with these new tokens and keys of each request. Pages are in random order.
+    Resets the pool.
 
-    Dense attention wants one query length; under `kv_range` the keys are as many as the longest, and `kv_end` ends each request.
-    A gradient's output and lse are those of the forward, by the kernel that is chosen for it.
+    Dense attention wants one query length; under `kv_range` the keys are as many as the longest,
+    and `kv_end` ends each request. A gradient's output and lse are those of the forward, by the
+    kernel that is chosen for it.
     """
     if kind.results.grad:
-        return _gradient(build(altered(kind, op=kind.op.removesuffix(GRADIENT), grad=False), q_lens, k_lens, pool), pool)
+        return _gradient(
+            build(
+                altered(kind, op=kind.op.removesuffix(GRADIENT), grad=False), q_lens, k_lens, pool
+            ),
+            pool,
+        )
     pool.reset()
     spec, dtype = OPS[kind.op].spec, kind.dtype
     held, sizes = _requests(kind, q_lens, k_lens, pool)
@@ -72,13 +81,19 @@ def build(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], pool: Poo
         sizes |= more
     given: dict[str, Any] = {}
     for a in spec.args:
-        value = held.get(a.holds) if a.holds and (a.tensor or a.default is REQUIRED) else _number(kind, a)
+        value = (
+            held.get(a.holds)
+            if a.holds and (a.tensor or a.default is REQUIRED)
+            else _number(kind, a)
+        )
         if value is not None:
             given[a.name] = value
 
     def make(a: Arg, dims: list[int]) -> Tensor | None:
         if a.written and a.default is REQUIRED:
-            return torch.empty(dims, dtype=torch.bfloat16 if dtype in QUANTISED else dtype, device=pool.device)
+            return torch.empty(
+                dims, dtype=torch.bfloat16 if dtype in QUANTISED else dtype, device=pool.device
+            )
         if not _is_asked(kind, a):
             return None
         return pool.take(*dims, dtype=kind.kv_dtype if spec.stored in (a.name, a.dtypes) else dtype)
@@ -88,7 +103,9 @@ def build(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], pool: Poo
     return Call(kind.op, arguments, writes=(spec.output,) if spec.output else ())
 
 
-def _requests(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool) -> tuple[dict[str, Any], dict[str, int]]:
+def _requests(
+    kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], pool: Pool
+) -> tuple[dict[str, Any], dict[str, int]]:
     """(what arguments hold of these requests, the sizes by the layouts' letters)."""
     held: dict[str, Any] = {
         "starts_of_queries": pool.cumulative(q_lens),
@@ -106,12 +123,26 @@ def _requests(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], pool:
     if kind.dtype in QUANTISED:
         held["scale_of_query"] = held["scale_of_keys"]
     sizes = {letter: getattr(kind, field) for field, letter in INTS.items()}
-    sizes |= {"H": kind.q_heads, "Dc": kind.v_head_dim, "In": kind.in_features, "Out": kind.out_features}
-    return held, sizes | {"T": sum(q_lens), "N": sum(k_lens), "B": len(q_lens), "S": max(q_lens), "K": max(k_lens)}
+    sizes |= {
+        "H": kind.q_heads,
+        "Dc": kind.v_head_dim,
+        "In": kind.in_features,
+        "Out": kind.out_features,
+    }
+    return held, sizes | {
+        "T": sum(q_lens),
+        "N": sum(k_lens),
+        "B": len(q_lens),
+        "S": max(q_lens),
+        "K": max(k_lens),
+    }
 
 
-def _pages(kind: Problem, k_lens: Sequence[int], pool: Pool) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """(the pages of requests in random order and the slots of their last tokens, the sizes of pages)."""
+def _pages(
+    kind: Problem, k_lens: Sequence[int], pool: Pool
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """(the pages of requests in random order and the slots of their last tokens, the sizes of
+    pages)."""
     size, device = kind.page_size, pool.device
     counts = torch.tensor([-(-n // size) for n in k_lens])
     pages, width = int(counts.sum()), int(counts.max())
@@ -162,7 +193,9 @@ def _gradient(forward: Call, pool: Pool) -> Call:
     return Call(forward.op + GRADIENT, arguments)
 
 
-def problem_of(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], target: Target) -> Problem:
+def problem_of(
+    kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], target: Target
+) -> Problem:
     """The Problem of the call that `build` makes, on any target."""
     spec, queries, most = OPS[kind.op].spec, max(q_lens), max(k_lens)
     keys = -(-most // kind.page_size) * kind.page_size if kind.page_size else most
@@ -171,7 +204,12 @@ def problem_of(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], targ
     return altered(
         kind,
         target=target,
-        sizes=Extents(**{name: Extent.of(count if name in spec.measures else 0) for name, count in counts.items()}),
+        sizes=Extents(
+            **{
+                name: Extent.of(count if name in spec.measures else 0)
+                for name, count in counts.items()
+            }
+        ),
         sizes_equal=dense and queries == keys,
         padded=not any(fact.field == "padded" for a in spec.args for fact in a.facts),
         sinks_dtype=kind.dtype if kind.rules.sinks else None,
@@ -179,7 +217,8 @@ def problem_of(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], targ
 
 
 def with_copies(call: Call, pool: Pool) -> list[Call]:
-    """The call, and on a GPU calls with other weights, which make every read of a weight cold when all calls run in turn."""
+    """The call, and on a GPU calls with other weights, which make every read of a weight cold when
+    all calls run in turn."""
     names = call.spec.weights
     if not names or pool.device.type != "cuda":
         return [call]

@@ -1,4 +1,5 @@
-"""Tables of measured kernel times. `attnops tune` is the command; `attnops.bench` uses the clocks."""
+"""Tables of measured kernel times. `attnops tune` is the command; `attnops.bench` uses the
+clocks."""
 
 from attnops.tune.clock import clock_for as clock_for
 from attnops.tune.grids import GRIDS as GRIDS, sweeps_of as sweeps_of

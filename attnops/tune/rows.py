@@ -10,11 +10,13 @@ from typing import NamedTuple
 from attnops.measured import Grid
 from attnops.ops.sweeps import Sweep
 
-TOO_SLOW = 8.0  # a kernel this many times slower than the best at a smaller size is not timed at a larger one
+# a kernel this many times slower than the best at a smaller size is not timed at a larger one
+TOO_SLOW = 8.0
 
 
 class Timing(NamedTuple):
-    """Device microseconds of one kernel at one size; None with the reason. broken: the kernel raised. given_up: it was not started."""
+    """Device microseconds of one kernel at one size; None with the reason. broken: the kernel
+    raised. given_up: it was not started."""
 
     us: float | None
     reason: str = ""
@@ -32,12 +34,16 @@ class Rows:
         self.skipped: dict[str, str] = {}
 
     def wants(self, name: str, index: int) -> bool:
-        """Is the kernel to be timed at this point? Not where it was TOO_SLOW one size smaller, or was not timed for that reason."""
+        """Is the kernel to be timed at this point? Not where it was TOO_SLOW one size smaller, or
+        was not timed for that reason."""
         mine, stride = self.us.setdefault(name, [None] * self.count), 1
         for count in map(len, (self.sweep.ratio, self.sweep.queries, self.sweep.batch)):
             if index // stride % count:
                 smaller = index - stride
-                best = min((us for row in self.us.values() if (us := row[smaller]) is not None), default=inf)
+                best = min(
+                    (us for row in self.us.values() if (us := row[smaller]) is not None),
+                    default=inf,
+                )
                 if best < inf and (mine[smaller] or inf) > TOO_SLOW * best:
                     return False
             stride *= count
@@ -54,10 +60,19 @@ class Rows:
     def grid(self) -> Grid:
         """All that was timed.
 
-        A kernel that raised at one size is not trusted at others, and a kernel that was given up has no times of large sizes.
+        A kernel that raised at one size is not trusted at others, and a kernel that was given up
+        has no times of large sizes.
         """
-        us = {name: tuple(row) for name, row in self.us.items() if name not in self.skipped and any(row)}
-        host = {name: float(f"{statistics.median(all_us):.3g}") for name, all_us in self.plans_us.items() if all_us and name in us}
+        us = {
+            name: tuple(row)
+            for name, row in self.us.items()
+            if name not in self.skipped and any(row)
+        }
+        host = {
+            name: float(f"{statistics.median(all_us):.3g}")
+            for name, all_us in self.plans_us.items()
+            if all_us and name in us
+        }
         s = self.sweep
         return Grid(s.kind, s.batch, s.queries, s.ratio, us, host, self.skipped)
 

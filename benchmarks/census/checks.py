@@ -29,7 +29,8 @@ NEW, PROMPT = 5, 7
 FLOOR = 32 * EPS
 TIMES_NOISE = 8.0
 TEETH = 4.0
-"""A token that is hidden changes the output by at least so many bounds, or the bound proves nothing."""
+"""A token that is hidden changes the output by at least so many bounds, or the bound proves
+nothing."""
 
 
 class Wrong(AssertionError):
@@ -45,7 +46,8 @@ class Eager(Exception):
 
 
 class AsChosen(Exception):
-    """Eager differs from the attention that transformers itself chooses for this model, mostly sdpa, and the patched model equals that."""
+    """Eager differs from the attention that transformers itself chooses for this model, mostly
+    sdpa, and the patched model equals that."""
 
     status = "chosen"
 
@@ -57,9 +59,18 @@ Check = Callable[[], None]
 def outputs_of(result: Any, prefix: str = "") -> Found:
     """The float tensors of a model's output, by name; caches and weights of attention left out."""
     found: Found = {}
-    items = result.items() if hasattr(result, "items") else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    items = (
+        result.items()
+        if hasattr(result, "items")
+        else enumerate(result)
+        if isinstance(result, (tuple, list))
+        else ()
+    )
     for name, value in items:
-        if any(word in str(name) for word in ("past_key_values", "attentions", "cache", "router", "loss", "mems")):
+        if any(
+            word in str(name)
+            for word in ("past_key_values", "attentions", "cache", "router", "loss", "mems")
+        ):
             continue
         if isinstance(value, Tensor):
             if value.is_floating_point() and value.numel():
@@ -79,7 +90,11 @@ def run(model: Any, given: Inputs) -> Found:
 
 def visible(found: Found, given: Inputs) -> Found:
     """What padding leaves meaningful: positions that are not padding, or else rows without any."""
-    masks = [given[name] for name in ("attention_mask", "decoder_attention_mask") if isinstance(given.get(name), Tensor)]
+    masks = [
+        given[name]
+        for name in ("attention_mask", "decoder_attention_mask")
+        if isinstance(given.get(name), Tensor)
+    ]
     if not masks:
         return found
     whole = torch.stack([mask.bool().all(1) for mask in masks]).all(0)
@@ -87,7 +102,14 @@ def visible(found: Found, given: Inputs) -> Found:
     some = torch.stack([mask.bool().any(1) for mask in masks]).all(0)
     kept: Found = {}
     for name, value in found.items():
-        mask = next((mask for mask in masks if value.shape[:2] == mask.shape and ("encoder" not in name or mask is masks[0])), None)
+        mask = next(
+            (
+                mask
+                for mask in masks
+                if value.shape[:2] == mask.shape and ("encoder" not in name or mask is masks[0])
+            ),
+            None,
+        )
         if mask is not None and "pool" not in name:
             kept[name] = value[mask.bool() & some[:, None]]
         elif value.shape[:2] == (len(whole), len(whole)):
@@ -104,11 +126,15 @@ def within(off: float, limit: float, what: str = "") -> None:
 
 
 def distance(ours: Found, eager: Found) -> float:
-    """The largest difference of any output over that output's largest eager value. Infinite where ours is not finite and eager is."""
+    """The largest difference of any output over that output's largest eager value. Infinite where
+    ours is not finite and eager is."""
     worst = 0.0
     for name, want in eager.items():
         if name not in ours or ours[name].shape != want.shape:
-            raise Wrong(f"{name} is {list(ours[name].shape) if name in ours else 'missing'}, want {list(want.shape)}")
+            raise Wrong(
+                f"{name} is {list(ours[name].shape) if name in ours else 'missing'}, want "
+                f"{list(want.shape)}"
+            )
         fine = torch.isfinite(want)
         if not fine.any():
             continue
@@ -123,12 +149,23 @@ def distance(ours: Found, eager: Found) -> float:
 class Subject:
     """One model with its inputs, eager's answers and the bound on differences from them."""
 
-    def __init__(self, model: Any, chosen: Callable[[], dict[str, str]] = dict, given: Inputs | None = None, whole: Any = None) -> None:
-        """chosen: tells transformers' own choices of attention, see `models.chosen`. given: inputs to try before those of the census.
+    def __init__(
+        self,
+        model: Any,
+        chosen: Callable[[], dict[str, str]] = dict,
+        given: Inputs | None = None,
+        whole: Any = None,
+    ) -> None:
+        """chosen: tells transformers' own choices of attention, see `models.chosen`. given: inputs
+        to try before those of the census.
 
         whole: the model to patch, where `model` is a part of it.
         """
-        self.model, self.chosen, self.patch = model, chosen, partial(attnops.patch, model if whole is None else whole)
+        self.model, self.chosen, self.patch = (
+            model,
+            chosen,
+            partial(attnops.patch, model if whole is None else whole),
+        )
         self.names, self.implementations = parameters(model), implementations(model)
         self.given = given_inputs.first_that_runs(model, given)
         brought = given or {}
@@ -164,7 +201,8 @@ class Subject:
         return noise
 
     def stock(self, name: str, make: Callable[[], Any]) -> Any:
-        """What eager makes, which it is asked for once by this name. Raises Eager if it cannot make it."""
+        """What eager makes, which it is asked for once by this name. Raises Eager if it cannot make
+        it."""
         if name not in self.made:
             try:
                 self.made[name] = make()
@@ -183,7 +221,8 @@ class Subject:
         self.settle(judge, self.eager[kind], lambda: run(self.model, case))
 
     def settle(self, judge: Callable[[Any], None], eager: Any, stock: Callable[[], Any]) -> None:
-        """Raise Wrong unless `judge` accepts eager's answer, or AsChosen when it accepts that of `stock` as transformers would run it."""
+        """Raise Wrong unless `judge` accepts eager's answer, or AsChosen when it accepts that of
+        `stock` as transformers would run it."""
         try:
             judge(eager)
         except Wrong as wrong:
@@ -199,7 +238,9 @@ class Subject:
 @contextlib.contextmanager
 def switched(model: Any, names: dict[str, str]) -> Iterator[None]:
     """Within the block the modules at these paths use these implementations of attention."""
-    configs = [(module.config, names[path]) for path, module in model.named_modules() if path in names]
+    configs = [
+        (module.config, names[path]) for path, module in model.named_modules() if path in names
+    ]
     held = [(config, config._attn_implementation_internal) for config, _ in configs]
     for config, name in configs:
         config._attn_implementation_internal = name
@@ -212,8 +253,12 @@ def switched(model: Any, names: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nudged(model: Any, seed: int) -> Iterator[None]:
-    """Within the block each float32 weight is off by a random one of -1, 0, 1 units in the last place."""
-    draw, kept = given_inputs.seeded(seed), [(p.data, p.detach().clone()) for p in model.parameters() if p.dtype == torch.float32]
+    """Within the block each float32 weight is off by a random one of -1, 0, 1 units in the last
+    place."""
+    draw, kept = (
+        given_inputs.seeded(seed),
+        [(p.data, p.detach().clone()) for p in model.parameters() if p.dtype == torch.float32],
+    )
     for weight, _ in kept:
         weight.mul_(1 + EPS * torch.randint(-1, 2, weight.shape, generator=draw))
     try:
@@ -239,8 +284,17 @@ def ours_in(error: BaseException | None) -> AttnopsError | None:
 
 def generation(model: Any, given: Inputs, cache: str) -> tuple[Tensor, Tensor]:
     """Greedy tokens `[B, NEW]` and their logits `[B, NEW, V]`."""
-    options: Inputs = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": 1}
-    options |= {"output_logits": True, "return_dict_in_generate": True, "use_cache": cache != "none"}
+    options: Inputs = {
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "do_sample": False,
+        "num_beams": 1,
+    }
+    options |= {
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        "use_cache": cache != "none",
+    }
     if cache == "static":
         options["cache_implementation"] = "static"
     torch.manual_seed(3)
@@ -249,8 +303,11 @@ def generation(model: Any, given: Inputs, cache: str) -> tuple[Tensor, Tensor]:
     return result.sequences[:, -logits.shape[1] :], logits
 
 
-def same_generation(ours: tuple[Tensor, Tensor], eager: tuple[Tensor, Tensor], limit: float) -> None:
-    """Logits of each step, as long as the tokens before it are the same; another token only where two are as good as equal."""
+def same_generation(
+    ours: tuple[Tensor, Tensor], eager: tuple[Tensor, Tensor], limit: float
+) -> None:
+    """Logits of each step, as long as the tokens before it are the same; another token only where
+    two are as good as equal."""
     if eager[0].shape[0] != eager[1].shape[0]:  # a transcription, whose logits are of frames
         if not torch.equal(ours[0], eager[0]):
             raise Wrong("another transcription")
@@ -263,13 +320,24 @@ def same_generation(ours: tuple[Tensor, Tensor], eager: tuple[Tensor, Tensor], l
         a, b = ours[1][live, step], eager[1][live, step]
         if not len(a):
             break
-        within(distance({"logits": a}, {"logits": b}) if a.numel() else 0.0, limit, f"step {step}: logits ")
+        within(
+            distance({"logits": a}, {"logits": b}) if a.numel() else 0.0,
+            limit,
+            f"step {step}: logits ",
+        )
         for row in live.nonzero().flatten().tolist():
             mine, theirs = ours[0][row, step], eager[0][row, step]
             if not torch.equal(mine, theirs):
-                gap = abs(float(eager[1][row, step, mine] - eager[1][row, step, theirs])) if mine.dim() == 0 else float("inf")
+                gap = (
+                    abs(float(eager[1][row, step, mine] - eager[1][row, step, theirs]))
+                    if mine.dim() == 0
+                    else float("inf")
+                )
                 if gap > 4 * limit * top:
-                    raise Wrong(f"step {step}: token {mine.tolist()}, want {theirs.tolist()}, {gap / top:.1e} apart")
+                    raise Wrong(
+                        f"step {step}: token {mine.tolist()}, want {theirs.tolist()}, "
+                        f"{gap / top:.1e} apart"
+                    )
                 live[row] = False
 
 
@@ -286,20 +354,29 @@ def gradients(model: Any, given: Inputs) -> Found:
     if not isinstance(total, Tensor):
         raise ValueError("no output has a gradient")
     total.backward()
-    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {
+        name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None
+    }
     model.zero_grad(set_to_none=True)
     return found
 
 
 def _floats(result: Any) -> Found:
-    items = result.items() if hasattr(result, "items") else enumerate(result) if isinstance(result, (tuple, list)) else ()
+    items = (
+        result.items()
+        if hasattr(result, "items")
+        else enumerate(result)
+        if isinstance(result, (tuple, list))
+        else ()
+    )
     names = ("logits", "last_hidden_state", "encoder_last_hidden_state")
     named = {str(name): t for name, t in items if isinstance(t, Tensor) and t.is_floating_point()}
     return {name: t for name, t in named.items() if name in names} or named
 
 
 def gradient_distance(ours: Found, eager: Found) -> float:
-    """The largest difference over that parameter's largest gradient; those a thousandth of the largest of all count as such."""
+    """The largest difference over that parameter's largest gradient; those a thousandth of the
+    largest of all count as such."""
     if ours.keys() != eager.keys():
         raise Wrong(f"parameters with a gradient differ: {sorted(ours.keys() ^ eager.keys())[:3]}")
     top = max((g.abs().max().item() for g in eager.values()), default=0.0)
@@ -315,7 +392,8 @@ def gradient_distance(ours: Found, eager: Found) -> float:
 
 
 def checks_of(subject: Subject, inductor: bool = False) -> Iterator[tuple[str, Check]]:
-    """Name and function of every check. A function returns, or raises: Wrong, Eager, an AttnopsError that refuses, or anything else."""
+    """Name and function of every check. A function returns, or raises: Wrong, Eager, an
+    AttnopsError that refuses, or anything else."""
     model = subject.model
     yield "sensitive", partial(sensitive, subject)
     for mode in MODES:
@@ -326,7 +404,9 @@ def checks_of(subject: Subject, inductor: bool = False) -> Iterator[tuple[str, C
             for cache in CACHES:
                 yield f"generate {cache} {mode}", partial(generate, subject, cache, {"mask": mode})
         yield "generate paged", partial(generate, subject, "dynamic", {"cache": "paged"})
-        decoder = not getattr(model.config, "is_encoder_decoder", False) and "input_ids" in subject.given
+        decoder = (
+            not getattr(model.config, "is_encoder_decoder", False) and "input_ids" in subject.given
+        )
         if decoder and {"attention_mask", argument_of(model)} <= subject.names.keys():
             yield "steps dynamic compact", partial(steps, subject, "compact")
     trained = "left" if "left" in subject.cases else "none"
@@ -342,11 +422,14 @@ def checks_of(subject: Subject, inductor: bool = False) -> Iterator[tuple[str, C
 
 
 def generates(model: Any) -> bool:
-    return bool(getattr(type(model), "can_generate", lambda: False)()) and hasattr(model, "prepare_inputs_for_generation")
+    return bool(getattr(type(model), "can_generate", lambda: False)()) and hasattr(
+        model, "prepare_inputs_for_generation"
+    )
 
 
 def sensitive(subject: Subject) -> None:
-    """Would the bound see a token that is missing? Without a mask that could hide a token, the check changes one input."""
+    """Would the bound see a token that is missing? Without a mask that could hide a token, the
+    check changes one input."""
     given = dict(subject.given)
     if "attention_mask" in subject.names and "input_ids" in given:
         mask = torch.ones(given["input_ids"].shape, dtype=torch.int64)
@@ -355,9 +438,14 @@ def sensitive(subject: Subject) -> None:
     else:
         name = next(iter(given))
         given[name] = changed(given[name])
-    off = subject.stock("sensitive", lambda: distance(run(subject.model, given), subject.eager["none"]))
+    off = subject.stock(
+        "sensitive", lambda: distance(run(subject.model, given), subject.eager["none"])
+    )
     if off < TEETH * subject.limit:
-        raise Eager(f"its output changes by {off:.1e} when a token is hidden, and the bound is {subject.limit:.1e}")
+        raise Eager(
+            f"its output changes by {off:.1e} when a token is hidden, and the bound is "
+            f"{subject.limit:.1e}"
+        )
 
 
 def changed(value: Any) -> Any:
@@ -381,7 +469,9 @@ def forward(subject: Subject, kind: str, mode: str) -> None:
 
 def prompt(subject: Subject) -> Inputs:
     """The inputs that generate() takes: a prompt padded on the left."""
-    given = {name: value for name, value in subject.given.items() if not name.startswith("decoder_")}
+    given = {
+        name: value for name, value in subject.given.items() if not name.startswith("decoder_")
+    }
     if "input_ids" in given and "attention_mask" in subject.names:
         if "pixel_values" not in given and "bbox" not in given and not subject.brought:
             given["input_ids"] = tokens(length=PROMPT)
@@ -409,7 +499,12 @@ def steps(subject: Subject, mode: str) -> None:
         cache, found = DynamicCache(config=model.config), {}
         for begin, end in ((0, 6), (6, 7), (7, 9)):
             with torch.no_grad():
-                result = model(ids[:, begin:end], attention_mask=mask[:, :end], **argument(model, cache), use_cache=True)
+                result = model(
+                    ids[:, begin:end],
+                    attention_mask=mask[:, :end],
+                    **argument(model, cache),
+                    use_cache=True,
+                )
             found[f"{begin}"] = result.logits[mask[:, begin:end].bool()].clone()
         return found
 
@@ -432,12 +527,17 @@ def same_gradients(subject: Subject, kind: str, mode: str) -> None:
     with subject.patch(mask=mode):
         ours = make()
     try:
-        subject.settle(lambda want: within(gradient_distance(ours, want), limit, "gradients "), eager, make)
+        subject.settle(
+            lambda want: within(gradient_distance(ours, want), limit, "gradients "), eager, make
+        )
     except Wrong as wrong:
         largest = largest_logit(subject, kind)
         if largest <= -FAINT:
             raise
-        raise Eager(f"{wrong}, and eager's logits reach {largest:.1e}, where float32 cannot tell one from another") from None
+        raise Eager(
+            f"{wrong}, and eager's logits reach {largest:.1e}, where float32 cannot tell one "
+            "from another"
+        ) from None
 
 
 class Logits(TorchDispatchMode):
@@ -445,14 +545,17 @@ class Logits(TorchDispatchMode):
 
     largest = 0.0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten._softmax.default and args[0].numel():
             self.largest = max(self.largest, float(args[0].max()))
         return function(*args, **(kwargs or {}))
 
 
 def largest_logit(subject: Subject, kind: str) -> float:
-    """Of eager. A gradient takes weights from logits and their log-sum-exp, and a weight is as far off as the last bit of these."""
+    """Of eager. A gradient takes weights from logits and their log-sum-exp, and a weight is as far
+    off as the last bit of these."""
     with Logits() as seen:
         run(subject.model, subject.cases[kind])
     return float(seen.largest)
@@ -476,13 +579,16 @@ def run_compiled(subject: Subject, kind: str, backend: str) -> Found:
     """The outputs of the model through torch.compile."""
     torch._dynamo.reset()
     try:
-        return run(torch.compile(subject.model, backend=backend, dynamic=False), subject.cases[kind])
+        return run(
+            torch.compile(subject.model, backend=backend, dynamic=False), subject.cases[kind]
+        )
     finally:
         torch._dynamo.reset()
 
 
 def as_compiled(subject: Subject, kind: str, backend: str, ours: Found, wrong: Wrong) -> None:
-    """Raise Eager where the compiler changes transformers' unpatched model, and ours equals that one compiled; else `wrong`."""
+    """Raise Eager where the compiler changes transformers' unpatched model, and ours equals that
+    one compiled; else `wrong`."""
     case = subject.cases[kind]
     try:
         stock = run_compiled(subject, kind, backend)
@@ -492,7 +598,10 @@ def as_compiled(subject: Subject, kind: str, backend: str, ours: Found, wrong: W
         raise wrong from None
     if not (changes > subject.limit and off <= subject.limit):
         raise wrong
-    raise Eager(f"torch.compile changes the unpatched model by {changes:.1e}, and the bound is {subject.limit:.1e}") from None
+    raise Eager(
+        f"torch.compile changes the unpatched model by {changes:.1e}, and the bound is "
+        f"{subject.limit:.1e}"
+    ) from None
 
 
 def copies(subject: Subject) -> None:
@@ -509,7 +618,9 @@ def unpatched(subject: Subject) -> None:
     """To the bit what it was before the first patch."""
     for kind, case in subject.cases.items():
         for name, value in run(subject.model, case).items():
-            if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(subject.eager[kind][name])):
+            if not torch.equal(
+                torch.nan_to_num(value), torch.nan_to_num(subject.eager[kind][name])
+            ):
                 raise Wrong(f"{name} ({kind}) is not what it was before patch()")
     left = [name for name in vars(subject.model) if "attnops" in name]
     names = implementations(subject.model)
@@ -519,25 +630,36 @@ def unpatched(subject: Subject) -> None:
 
 def implementations(model: Any) -> dict[str, str]:
     """The implementation of attention of each module that has a config, by path."""
-    found = {path: getattr(getattr(module, "config", None), "_attn_implementation", None) for path, module in model.named_modules()}
+    found = {
+        path: getattr(getattr(module, "config", None), "_attn_implementation", None)
+        for path, module in model.named_modules()
+    }
     return {path: name for path, name in found.items() if name is not None}
 
 
 def patches(model: Any, part: str = "") -> dict[str, Any]:
-    """What patch() says of the model: how many modules are patched, and why others are not. Raises PatchError.
+    """What patch() says of the model: how many modules are patched, and why others are not. Raises
+    PatchError.
 
-    part: the path of a module, "" for all of the model. Of a part without attention this raises PatchError, too.
+    part: the path of a module, "" for all of the model. Of a part without attention this raises
+    PatchError, too.
     """
     before = implementations(model)
     with attnops.patch(model) as handle:
-        rows = [row for row in handle.report().rows if f"{row.path}.".startswith(f"{part}." if part else "")]
+        rows = [
+            row
+            for row in handle.report().rows
+            if f"{row.path}.".startswith(f"{part}." if part else "")
+        ]
     if implementations(model) != before:
         raise Wrong(f"unpatch() leaves {sorted(set(implementations(model).values()))}")
     patched = [row for row in rows if row.status == "patched"]
     reasons = sorted({row.status.removeprefix("skipped: ") for row in rows if row not in patched})
     if part and not patched:
         why = "; ".join(reasons) or "it has no attention module"
-        raise PatchError(f"patch: nothing to patch in {type(model.get_submodule(part)).__name__}: {why}")
+        raise PatchError(
+            f"patch: nothing to patch in {type(model.get_submodule(part)).__name__}: {why}"
+        )
     return {"patched": len(patched), "modules": len(rows), "skipped": reasons}
 
 

@@ -1,4 +1,5 @@
-"""How each type is built: as the census makes it, as transformers' own tests do, and as a part of a whole model.
+"""How each type is built: as the census makes it, as transformers' own tests do, and as a part of a
+whole model.
 
 Some types are parts of others. Only a whole model knows what their inputs are, and some are no
 model of transformers by themselves.
@@ -89,7 +90,7 @@ def _own_wholes(kind: Kind, family: str) -> Iterator[Own]:
                 yield Own(models.config_of(other), (models.class_of(other),))
 
 
-# Parts ----------------------------------------------------------------------------------------------------------------
+# Parts --------------------------------------------------------------------------------------------
 
 
 def _parts(kind: Kind, config: type, whole: Whole, source: str) -> Iterator[Callable[[], Recipe]]:
@@ -102,7 +103,8 @@ def _parts(kind: Kind, config: type, whole: Whole, source: str) -> Iterator[Call
 
 
 def _part(kind: Kind, config: Any, whole: Whole, cls: Any, source: str) -> Recipe:
-    """A part with what a whole model of this class hands to it. Raises ValueError: it has no such part."""
+    """A part with what a whole model of this class hands to it. Raises ValueError: it has no such
+    part."""
     try:
         part = models.class_of(kind)
     except (ValueError, ImportError):
@@ -112,7 +114,9 @@ def _part(kind: Kind, config: Any, whole: Whole, cls: Any, source: str) -> Recip
     def is_it(module: Any) -> bool:
         if part is not None:
             return type(module) is part
-        return type(getattr(module, "config", None)) is type(config) or type(module).__name__ == stem
+        return (
+            type(getattr(module, "config", None)) is type(config) or type(module).__name__ == stem
+        )
 
     recipe = Recipe(cls, partial(testers.spread, whole.config), source=source)
     path, given = _handed(models.build(recipe), whole, is_it)
@@ -122,7 +126,8 @@ def _part(kind: Kind, config: Any, whole: Whole, cls: Any, source: str) -> Recip
 
 
 def _handed(model: Any, whole: Whole, wanted: Callable[[Any], bool]) -> tuple[str, Inputs | None]:
-    """The path of the first module of this kind in the model, and its inputs, where any reach it."""
+    """The path of the first module of this kind in the model, and its inputs, where any reach
+    it."""
     paths = [path for path, module in model.named_modules() if path and wanted(module)]
     if not paths:
         raise ValueError(f"no module of {type(model).__name__} has its config")
@@ -131,8 +136,14 @@ def _handed(model: Any, whole: Whole, wanted: Callable[[Any], bool]) -> tuple[st
     def keep(module: Any, args: Any, kwargs: Any) -> None:
         signature = inspect.signature(type(module).forward)
         bound = signature.bind(module, *args, **kwargs).arguments
-        named = {n: x for n, x in bound.items() if n not in ("self", "kwargs")} | bound.get("kwargs", {})
-        asked = {n for n, parameter in signature.parameters.items() if parameter.default is parameter.empty}
+        named = {n: x for n, x in bound.items() if n not in ("self", "kwargs")} | bound.get(
+            "kwargs", {}
+        )
+        asked = {
+            n
+            for n, parameter in signature.parameters.items()
+            if parameter.default is parameter.empty
+        }
         kept = {n: x for n, x in named.items() if _is_input(n, x) or (x is None and n in asked)}
         seen.append({n: _seeing(copy.deepcopy(x)) for n, x in kept.items()})
 
@@ -152,7 +163,8 @@ def _is_input(name: str, value: Any) -> bool:
 
 
 def _seeing(value: Any) -> Any:
-    """A float mask whose rows that see no key see all: what such a row gives is not specified, see `attnops.attention`."""
+    """A float mask whose rows that see no key see all: what such a row gives is not specified, see
+    `attnops.attention`."""
     if not (isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()):
         return value
     hidden = (value <= torch.finfo(value.dtype).min).all(-1, keepdim=True)

@@ -24,7 +24,8 @@ import torch
 from benchmarks.census.inputs import Inputs, parts
 
 PACKAGE = "transformers_tests"
-"""The name under which the folder's `tests` are imported, for a project may have a package `tests`."""
+"""The name under which the folder's `tests` are imported, for a project may have a package
+`tests`."""
 
 SOURCE = "transformers' tests"
 _COMMON = ("test_modeling_common", "causal_lm_tester", "vlm_tester", "alm_tester")
@@ -34,7 +35,8 @@ NO_INPUTS = ("labels", "return_loss", "use_cache", "output_attentions", "output_
 
 @dataclass(frozen=True)
 class Made:
-    """What a class of tests makes. config: of transformers. inputs: those of its common tests, or none.
+    """What a class of tests makes. config: of transformers. inputs: those of its common tests, or
+    none.
 
     classes: of models, those of the tests. prepare: the inputs for one of them.
     """
@@ -60,7 +62,9 @@ def open_folder(folder: Path) -> str:
     """Make the tests in the folder importable. Returns the version that they are of, or ""."""
     tests = folder.resolve() / "tests"
     if not (tests / "models").is_dir():
-        raise FileNotFoundError(f"tests: got {folder}, want a folder with tests/models of transformers")
+        raise FileNotFoundError(
+            f"tests: got {folder}, want a folder with tests/models of transformers"
+        )
     package = types.ModuleType(PACKAGE)
     package.__path__ = [str(tests)]
     sys.modules[PACKAGE] = package
@@ -131,7 +135,8 @@ def _seed() -> None:
 def spread(config: Any) -> Any:
     """A copy of the config with wide random weights: else outputs would hardly depend on attention.
 
-    Those of deep convolutions before attention multiply: logits beyond a million are hidden keys to attnops.
+    Those of deep convolutions before attention multiply: logits beyond a million are hidden keys to
+    attnops.
     """
     config = copy.deepcopy(config)
     width = 0.2 if getattr(config, "backbone_config", None) is None else 0.1

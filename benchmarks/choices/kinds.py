@@ -1,10 +1,11 @@
-"""Kinds of calls that other projects' tests make and few kernels take, and the kernel that each gets.
+"""Kinds of calls that other projects' tests make and few kernels take, and the kernel that each
+gets.
 
     python docs/generate.py    writes table.json beside this file, and its table in docs/kernels.md
 
-FlashAttention, FlashInfer, FlashMLA, sgl-kernel, vLLM and PyTorch have such calls. A kind is some calls,
-made as those of the numerics grid: the op, its features and its sizes. The kernel is chosen for it
-anew, for an H100 and an H200 with the packages in PACKAGES; no GPU is needed.
+FlashAttention, FlashInfer, FlashMLA, sgl-kernel, vLLM and PyTorch have such calls. A kind is some
+calls, made as those of the numerics grid: the op, its features and its sizes. The kernel is chosen
+for it anew, for an H100 and an H200 with the packages in PACKAGES; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -49,9 +50,27 @@ Kinds = Mapping[str, tuple[Case, ...]]
 CALLS: Mapping[str, Mapping[str, Rows]] = {
     "sparse_mla_attention": {
         "packed latents, rows between pages": {
-            "64 heads, pages of 64": (*LISTS, (10, 64), PAIR, {"gap": 1}, SPARSE(q_heads=64, sinks=F32)),
-            "128 heads, pages of 2": (*LISTS, (300, 2), PAIR, {"gap": 1}, SPARSE(q_heads=128, sinks=F32)),
-            "lists with lengths": (*LISTS, (10, 61), PAIR, {"gap": 1, "lengths": True}, SPARSE(q_heads=64)),
+            "64 heads, pages of 64": (
+                *LISTS,
+                (10, 64),
+                PAIR,
+                {"gap": 1},
+                SPARSE(q_heads=64, sinks=F32),
+            ),
+            "128 heads, pages of 2": (
+                *LISTS,
+                (300, 2),
+                PAIR,
+                {"gap": 1},
+                SPARSE(q_heads=128, sinks=F32),
+            ),
+            "lists with lengths": (
+                *LISTS,
+                (10, 61),
+                PAIR,
+                {"gap": 1, "lengths": True},
+                SPARSE(q_heads=64),
+            ),
         },
         "packed latents, pages end to end": {
             "128 heads": (*LISTS, (10, 64), PAIR, SPARSE(q_heads=128, sinks=F32)),
@@ -89,7 +108,10 @@ CALLS: Mapping[str, Mapping[str, Rows]] = {
         },
         "float8 pages": {
             "decode": (*DECODE, replace(LLAMA, kv_dtype=E4M3)),
-            "float8_e5m2, soft cap": (*PROMPT, replace(LLAMA, dtype=F16, kv_dtype=E5M2, softcap=30.0)),
+            "float8_e5m2, soft cap": (
+                *PROMPT,
+                replace(LLAMA, dtype=F16, kv_dtype=E5M2, softcap=30.0),
+            ),
         },
         "float8 query over pages": {
             "decode": (*DECODE, FLOAT8),
@@ -100,7 +122,10 @@ CALLS: Mapping[str, Mapping[str, Rows]] = {
         },
         "head dim 40 over pages": {
             "decode": (*DECODE, replace(LLAMA, head_dim=40)),
-            "soft cap, sinks": (*PROMPT, replace(LLAMA, dtype=F16, head_dim=40, softcap=30.0, sinks=F16, lse=True)),
+            "soft cap, sinks": (
+                *PROMPT,
+                replace(LLAMA, dtype=F16, head_dim=40, softcap=30.0, sinks=F16, lse=True),
+            ),
         },
     },
     "varlen_attention": {
@@ -110,7 +135,10 @@ CALLS: Mapping[str, Mapping[str, Rows]] = {
             "unlike head dims": (*PACKED, replace(FLOAT8, head_dim=192, v_head_dim=128, lse=True)),
         },
         "mask and soft cap, head dim 256, packed": {
-            "with lse": (*PACKED, replace(LLAMA, head_dim=256, mask="additive", softcap=30.0, lse=True)),
+            "with lse": (
+                *PACKED,
+                replace(LLAMA, head_dim=256, mask="additive", softcap=30.0, lse=True),
+            ),
         },
         "head dim 111, groups of three, packed": {
             "soft cap": (*PACKED, ODD),
@@ -131,7 +159,10 @@ CALLS: Mapping[str, Mapping[str, Rows]] = {
         "head dims 2 and 3, trained": {
             "2": (*DENSE, replace(TRAINED, dtype=F32, head_dim=2)),
             "3": (*DENSE, replace(TRAINED, head_dim=3)),
-            "3, mask": (*DENSE, replace(TRAINED, dtype=F16, head_dim=3, causal=False, mask="additive")),
+            "3, mask": (
+                *DENSE,
+                replace(TRAINED, dtype=F16, head_dim=3, causal=False, mask="additive"),
+            ),
         },
         "float64, trained": {
             "causal": (*DENSE, DOUBLE),
@@ -146,13 +177,18 @@ CALLS: Mapping[str, Mapping[str, Rows]] = {
             "causal": (2, 30, 30, replace(DOUBLE, lse=False)),
         },
     },
-}  # fmt: skip
+}
 """By op and kind."""
-KINDS: Kinds = {kind: table(op, rows) for op, kinds in CALLS.items() for kind, rows in kinds.items()}
+KINDS: Kinds = {
+    kind: table(op, rows) for op, kinds in CALLS.items() for kind, rows in kinds.items()
+}
 
 REASONS = {
-    "float64, trained": "no vendor has a kernel in float64, and Triton's products of it need a GPU with units for them. PyTorch's own "
-    "attention computes it by the same products of torch. Without a gradient `sdpa` takes float64.",
+    "float64, trained": (
+        "no vendor has a kernel in float64, and Triton's products of it need a GPU with units for "
+        "them. PyTorch's own attention computes it by the same products of torch. Without a "
+        "gradient `sdpa` takes float64."
+    ),
     "gradients in float64": "as above",
 }
 """Why a kind is left to the plain body."""
@@ -175,12 +211,16 @@ def decisions(of: Kinds = KINDS) -> Iterator[Chosen]:
 
 
 def rows(made: Iterable[Chosen] | None = None) -> list[dict[str, str]]:
-    """One dict a call: op, kind, case, the features and sizes of its Problem, and the kernel by target. made: None decides anew."""
+    """One dict a call: op, kind, case, the features and sizes of its Problem, and the kernel by
+    target. made: None decides anew."""
     found = []
     for kind, case, by_target in decisions() if made is None else made:
         problem = next(iter(by_target.values())).problem
         kernels = {name: d.kernel.name if d.kernel else "none" for name, d in by_target.items()}
-        found.append({"op": case.op, "kind": kind, "case": case.label, "problem": problem.summary()} | kernels)
+        found.append(
+            {"op": case.op, "kind": kind, "case": case.label, "problem": problem.summary()}
+            | kernels
+        )
     return found
 
 

@@ -2,7 +2,8 @@
 A serving loop
 ==============
 
-How to serve requests that join and leave a running batch over one paged cache, and admit only those that can finish.
+How to serve requests that join and leave a running batch over one paged cache, and admit only those
+that can finish.
 """
 
 from collections import deque
@@ -24,9 +25,17 @@ class Decoder(nn.Module):
         super().__init__()
         rope = RotaryEmbedding(16)
         self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
-        self.layers = nn.ModuleList(SelfAttention(64, num_heads=4, num_kv_heads=2, rope=rope) for _ in range(2))
+        self.layers = nn.ModuleList(
+            SelfAttention(64, num_heads=4, num_kv_heads=2, rope=rope) for _ in range(2)
+        )
 
-    def forward(self, tokens: Tensor, batch: PagedBatch, k_pages: tuple[Tensor, ...], v_pages: tuple[Tensor, ...]) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        batch: PagedBatch,
+        k_pages: tuple[Tensor, ...],
+        v_pages: tuple[Tensor, ...],
+    ) -> Tensor:
         hidden = self.embed(tokens)
         for layer, keys, values in zip(self.layers, k_pages, v_pages, strict=True):
             hidden = hidden + layer(hidden, batch=batch, k_pages=keys, v_pages=values)
@@ -40,9 +49,20 @@ model = Decoder().requires_grad_(False)
 # The cache
 # ---------
 #
-# The cache has 11 pages of 4 tokens (page 0 is never handed out) and rows for 4 requests: too few for all requests at once, on purpose.
+# The cache has 11 pages of 4 tokens (page 0 is never handed out) and rows for 4 requests: too few
+# for all requests at once, on purpose.
 
-cache = PagedCache(2, 12, 4, num_kv_heads=2, head_dim=16, max_requests=4, max_pages_per_request=8, dtype=torch.float32, device="cpu")
+cache = PagedCache(
+    2,
+    12,
+    4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_requests=4,
+    max_pages_per_request=8,
+    dtype=torch.float32,
+    device="cpu",
+)
 
 
 @dataclass(eq=False)
@@ -61,12 +81,15 @@ class Request:
 # Admission
 # ---------
 #
-# ``cache.fits`` counts ahead: the tokens that the running requests may still bring, and all tokens of a new request. A request that joins
-# only when all of it fits never meets a full cache half way, and never takes the pages that a running request needs.
+# ``cache.fits`` counts ahead: the tokens that the running requests may still bring, and all tokens
+# of a new request. A request that joins only when all of it fits never meets a full cache half way,
+# and never takes the pages that a running request needs.
 
 
 def join(waiting: deque[Request], running: list[Request]) -> None:
-    while waiting and cache.fits([r.rest() for r in (*running, waiting[0])], [r.id for r in running]):
+    while waiting and cache.fits(
+        [r.rest() for r in (*running, waiting[0])], [r.id for r in running]
+    ):
         running.append(waiting.popleft())
         running[-1].id = cache.alloc()
 
@@ -75,11 +98,13 @@ def join(waiting: deque[Request], running: list[Request]) -> None:
 # A step
 # ------
 #
-# A new request brings its prompt, a running request the token that it got last, all in one call of the model. ``cache.batch`` makes room
-# for the tokens and describes the step. The logits of each request's last token give its next token.
+# A new request brings its prompt, a running request the token that it got last, all in one call of
+# the model. ``cache.batch`` makes room for the tokens and describes the step. The logits of each
+# request's last token give its next token.
 #
-# On a GPU, ``attnops.graphs.piecewise(model, Buckets.up_to(requests=4, tokens=64), tokens=("tokens",), cache=cache)`` takes the place of
-# ``model`` and runs the step from CUDA graphs; ``examples/serve.py`` of the repository does so.
+# On a GPU, ``attnops.graphs.piecewise(model, Buckets.up_to(requests=4, tokens=64),
+# tokens=("tokens",), cache=cache)`` takes the place of ``model`` and runs the step from CUDA
+# graphs; ``examples/serve.py`` of the repository does so.
 
 
 def step(running: list[Request]) -> None:
@@ -102,7 +127,10 @@ def serve(*requests: Request) -> None:
         before = len(waiting)
         join(waiting, running)
         if len(waiting) < before:
-            print(f"after step {steps}: {len(running)} run, {len(waiting)} wait, {cache.used_pages} pages in use")
+            print(
+                f"after step {steps}: {len(running)} run, {len(waiting)} wait, "
+                f"{cache.used_pages} pages in use"
+            )
         step(running)
         steps += 1
         for request in [r for r in running if len(r.done) == r.most]:
@@ -125,7 +153,9 @@ for request in together:
     while len(alone.done) < alone.most:
         step(running)
     cache.free(alone.id)
-    assert alone.done == request.done, f"a request of {len(request.prompt)} tokens has other tokens alone"
+    assert alone.done == request.done, (
+        f"a request of {len(request.prompt)} tokens has other tokens alone"
+    )
 
 # %%
 # Without admission

@@ -10,7 +10,9 @@ def run(call):
     group = call.query.shape[2] // call.key.shape[2]
     key, value = call.key.repeat_interleave(group, 2), call.value.repeat_interleave(group, 2)
     weights = torch.einsum("bqhd,bkhd->bhqk", call.query * call.scale, key).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, value).contiguous(), call.query.new_empty(0, dtype=torch.float32)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value).contiguous(), call.query.new_empty(
+        0, dtype=torch.float32
+    )
 
 
 register(
@@ -21,7 +23,9 @@ register(
         takes=frozenset(),
         dtypes=(torch.float32,),
         needs=(device("cpu"),),
-        cost_us=lambda p: 15.0 + p.q_heads * p.sizes.tokens.hint * p.sizes.context.hint * p.head_dim / 1e6,
+        cost_us=lambda p: (
+            15.0 + p.q_heads * p.sizes.tokens.hint * p.sizes.context.hint * p.head_dim / 1e6
+        ),
         about="two einsums",
     )
 )

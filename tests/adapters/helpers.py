@@ -1,4 +1,5 @@
-"""What the tests of several adapters need: the attnops ops that code calls, and what a compiled graph holds."""
+"""What the tests of several adapters need: the attnops ops that code calls, and what a compiled
+graph holds."""
 
 import re
 from pathlib import Path
@@ -16,11 +17,18 @@ class Layer(nn.Module):
 
     def __init__(self, dropout=0.0, width=32):
         super().__init__()
-        self.qkv, self.out, self.dropout, self.width = nn.Linear(width, 3 * width), nn.Linear(width, width), dropout, width
+        self.qkv, self.out, self.dropout, self.width = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+            dropout,
+            width,
+        )
 
     def forward(self, x, mask=None):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, self.width // 4)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None
+        )
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
@@ -45,7 +53,9 @@ class Graphs:
         self.graphs = []
 
     def __call__(self, module, inputs):
-        self.graphs.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        self.graphs.append(
+            [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+        )
         return module
 
     def count(self, name):
@@ -54,7 +64,11 @@ class Graphs:
 
 def block(library):
     """The code of the page's block for a library."""
-    [code] = [body for body in re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.M | re.S) if library in body]
+    [code] = [
+        body
+        for body in re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+        if library in body
+    ]
     return code
 
 

@@ -1,4 +1,5 @@
-"""diffusers: attnops as a backend of its dispatcher, and models whose processors call torch by themselves."""
+"""diffusers: attnops as a backend of its dispatcher, and models whose processors call torch by
+themselves."""
 
 import pytest
 import torch
@@ -26,25 +27,42 @@ MASKS = {
 def flux():
     torch.manual_seed(0)
     return FluxTransformer2DModel(
-        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
-        pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
-    ).eval()  # fmt: skip
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    ).eval()
 
 
 def flux_inputs():
     torch.manual_seed(1)
     return {
-        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 6, 32), "pooled_projections": torch.randn(2, 32),
-        "timestep": torch.ones(2), "img_ids": torch.randn(16, 3), "txt_ids": torch.randn(6, 3), "return_dict": False,
-    }  # fmt: skip
+        "hidden_states": torch.randn(2, 16, 4),
+        "encoder_hidden_states": torch.randn(2, 6, 32),
+        "pooled_projections": torch.randn(2, 32),
+        "timestep": torch.ones(2),
+        "img_ids": torch.randn(16, 3),
+        "txt_ids": torch.randn(6, 3),
+        "return_dict": False,
+    }
 
 
 def unet():
     torch.manual_seed(0)
     return UNet2DConditionModel(
-        sample_size=8, block_out_channels=(4, 8), layers_per_block=1, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), cross_attention_dim=16, attention_head_dim=2, norm_num_groups=2,
-    ).eval()  # fmt: skip
+        sample_size=8,
+        block_out_channels=(4, 8),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=2,
+        norm_num_groups=2,
+    ).eval()
 
 
 def qkv():
@@ -63,7 +81,9 @@ def test_masks(kind, form):
         mask = torch.where(mask, torch.randn(2, 4, 5, 7), float("-inf"))
     query, key, value = qkv()
     with Calls() as calls:
-        got = dispatch_attention_fn(query, key, value, mask, backend=attnops.adapters.diffusers.backend(None))
+        got = dispatch_attention_fn(
+            query, key, value, mask, backend=attnops.adapters.diffusers.backend(None)
+        )
     assert calls.names == ["attnops::attention"]
     torch.testing.assert_close(got, dispatch_attention_fn(query, key, value, mask, scale=16**-0.5))
 
@@ -78,7 +98,9 @@ def test_dispatched_model():
         want = theirs(**flux_inputs())[0]
         same_grads(grads(ours, got.square().sum()), grads(theirs, want.square().sum()))
         graphs = Graphs()
-        torch.testing.assert_close(torch.compile(ours, fullgraph=True, backend=graphs)(**flux_inputs())[0], want)
+        torch.testing.assert_close(
+            torch.compile(ours, fullgraph=True, backend=graphs)(**flux_inputs())[0], want
+        )
         assert graphs.count("attnops.attention") == [2]
     assert ours.transformer_blocks[0].attn.processor._attention_backend is None
 
@@ -95,14 +117,19 @@ def test_processors_that_call_torch():
         torch.compile(ours, fullgraph=True, backend=graphs)(sample, **inputs)
         assert graphs.count("attnops.attention") == [found]
     ours.set_attn_processor(AttnProcessor())
-    with pytest.raises(PatchError, match="Attention: its AttnProcessor does not call torch's scaled_dot_product_attention"):
+    with pytest.raises(
+        PatchError,
+        match="Attention: its AttnProcessor does not call torch's scaled_dot_product_attention",
+    ):
         attnops.patch(ours)
 
 
 @pytest.fixture
 def native_afterwards():
     yield
-    attention_dispatch._AttentionBackendRegistry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)
+    attention_dispatch._AttentionBackendRegistry.set_active_backend(
+        attention_dispatch.AttentionBackendName.NATIVE
+    )
 
 
 def test_by_name(native_afterwards):
@@ -140,7 +167,7 @@ def test_saved_and_loaded_in_another_process(tmp_path):
 import torch
 model = torch.load({str(tmp_path / "flux.pt")!r}, weights_only=False)
 print(model.transformer_blocks[0].attn.processor._attention_backend.value, len(model._attnops.report().patched))
-"""
+"""  # noqa: E501
     assert ready_process(code).strip() == "attnops_reference 2"
 
 

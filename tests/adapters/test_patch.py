@@ -94,7 +94,11 @@ def test_patch_and_back():
     assert all(isinstance(layer, Layer) for layer in ours) and repr(ours) == repr(theirs)
     handle.unpatch()
     handle.unpatch()
-    assert not handle.active and [type(layer) for layer in ours] == [Layer] * 3 and vars(ours).keys() == vars(theirs).keys()
+    assert (
+        not handle.active
+        and [type(layer) for layer in ours] == [Layer] * 3
+        and vars(ours).keys() == vars(theirs).keys()
+    )
     assert attnops_ops(ours, X) == 0
 
 
@@ -104,10 +108,16 @@ def test_a_handle_of_another_library_has_no_cache():
         assert (handle.took, handle.graphs, handle.plain_steps) == (None, None, 0)
         handle.release()
         for name, args in {"new_cache": (1, 8), "step": (X, None), "capture": (None,)}.items():
-            with pytest.raises(PatchError, match=f"{name}: got Sequential, want a transformers model"):
+            with pytest.raises(
+                PatchError, match=f"{name}: got Sequential, want a transformers model"
+            ):
                 getattr(handle, name)(*args)
     for option in ("mask", "cache", "decode"):
-        with pytest.raises(InvalidInput, match=f"{option}: got 'hf', want 'auto': Sequential holds no transformers.PreTrainedModel"):
+        with pytest.raises(
+            InvalidInput,
+            match=f"{option}: got 'hf', want 'auto': Sequential holds no "
+            "transformers.PreTrainedModel",
+        ):
             attnops.patch(model(), **{option: "hf"})
 
 
@@ -116,21 +126,36 @@ def test_the_handle():
     with attnops.patch(ours) as handle:
         report = handle.report()
         assert [(row.path, row.cls, row.status) for row in report.rows] == [
-            ("0", "Layer", "patched"), ("2.inner", "Layer", "patched"),
-            ("1", "ByHandAttention", "skipped: its code does not call torch's scaled_dot_product_attention"),
-        ]  # fmt: skip
+            ("0", "Layer", "patched"),
+            ("2.inner", "Layer", "patched"),
+            (
+                "1",
+                "ByHandAttention",
+                "skipped: its code does not call torch's scaled_dot_product_attention",
+            ),
+        ]
         assert "2 of 3 attention modules patched" in str(report) and "2 of 3" in repr(handle)
         assert json.loads(json.dumps(report.to_dict()))["kernel"] is None
         ours.train()
         figures = handle.verify(X)
-        assert figures.passed and "against its own attention" in str(figures) and ours[0].training and handle.active
+        assert (
+            figures.passed
+            and "against its own attention" in str(figures)
+            and ours[0].training
+            and handle.active
+        )
         assert attnops.patch(ours) is handle
-        with pytest.raises(PatchError, match="got kernel='reference' for a model that is patched with kernel=None; call"):
+        with pytest.raises(
+            PatchError,
+            match="got kernel='reference' for a model that is patched with kernel=None; call",
+        ):
             attnops.patch(ours, kernel="reference")
     assert not handle.active and "unpatched" in repr(handle)
     with pytest.raises(PatchError, match="not patched any more"):
         handle.verify(X)
-    figures = attnops.patch(model(Layer(), nn.Flatten(), nn.Linear(288, 1), nn.Flatten(0))).verify(X)
+    figures = attnops.patch(model(Layer(), nn.Flatten(), nn.Linear(288, 1), nn.Flatten(0))).verify(
+        X
+    )
     assert figures.passed and figures.positions == 2, "an output of one dim"
 
 
@@ -160,7 +185,11 @@ def test_a_compiled_model_is_the_model():
     assert attnops.patch(compiled) is handle
     handle.unpatch()
     handle = attnops.patch(compiled)
-    assert attnops.patch(ours) is handle and handle.report().rows[0].path == "0" and handle.verify(X).passed
+    assert (
+        attnops.patch(ours) is handle
+        and handle.report().rows[0].path == "0"
+        and handle.verify(X).passed
+    )
 
 
 def test_dropout_is_torchs_and_in_training_alone():
@@ -185,7 +214,11 @@ def saved(module):
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
-WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda module: pickle.loads(pickle.dumps(module)), "torch.save": saved}
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": saved,
+}
 
 
 @pytest.mark.parametrize("make", [torchs, Layer])
@@ -198,13 +231,19 @@ def test_copies_are_patched_and_have_their_own_handle(make, way):
     other = WAYS[way](ours)
     for cls in (type(ours[1]), type(other[1])):
         assert cls is not own and issubclass(cls, own)
-        assert (cls.__module__, cls.__name__, cls.__qualname__) == (own.__module__, own.__name__, own.__qualname__)
+        assert (cls.__module__, cls.__name__, cls.__qualname__) == (
+            own.__module__,
+            own.__name__,
+            own.__qualname__,
+        )
     assert "attnops" not in repr(other)
     torch.testing.assert_close(other[0](X), ours[0](X))
     handle.unpatch()
     assert [attnops_ops(each[0], X) for each in (ours, other)] == [0, 1]
     attnops.patch(other).unpatch()
-    assert [type(layer) for layer in other] == [Layer, own] and vars(other[1]).keys() == vars(make()).keys()
+    assert [type(layer) for layer in other] == [Layer, own] and vars(other[1]).keys() == vars(
+        make()
+    ).keys()
     assert attnops_ops(other[0], X) == 0
 
 
@@ -260,7 +299,10 @@ def test_a_class_made_over_ours_is_made_over_its_own_again(make, over, one_proce
     handle.unpatch()
     assert type(layer).__name__ == name and own in type(layer).__mro__
     assert not issubclass(type(layer), attnops.nn.MultiheadAttention)
-    assert attnops_ops(layer, X, X, X) == 0 and names <= vars(layer).keys() | {"in_proj_weight", "scale"}
+    assert attnops_ops(layer, X, X, X) == 0 and names <= vars(layer).keys() | {
+        "in_proj_weight",
+        "scale",
+    }
     torch.testing.assert_close(layer(X, X, X)[0], theirs(X, X, X)[0])
     attnops.patch(nn.Sequential(make()))  # others of its class
 
@@ -298,9 +340,15 @@ def test_a_failed_patch_leaves_nothing(error):
 
     ours = model(Layer(), Final(), torchs())
     before = [vars(layer).copy() for layer in ours]
-    with pytest.raises(PatchError, match=f"Final takes no other class: {error.__name__}: no subclasses"):
+    with pytest.raises(
+        PatchError, match=f"Final takes no other class: {error.__name__}: no subclasses"
+    ):
         attnops.patch(ours)
-    assert [type(layer) for layer in ours] == [Layer, Final, nn.MultiheadAttention] and "_attnops" not in vars(ours)
+    assert [type(layer) for layer in ours] == [
+        Layer,
+        Final,
+        nn.MultiheadAttention,
+    ] and "_attnops" not in vars(ours)
     assert [vars(layer) for layer in ours] == before
 
 
@@ -338,8 +386,14 @@ def test_a_forward_of_the_modules_own_stays():
     ("make", "text"),
     [
         (lambda: nn.Linear(2, 2), "nothing to patch in Linear: it has no attention module"),
-        (ByHandAttention, "ByHandAttention: its code does not call torch's scaled_dot_product_attention"),
-        (lambda: type("Sub", (nn.MultiheadAttention,), {})(8, 2), "Sub: it is a subclass of torch.nn.MultiheadAttention"),
+        (
+            ByHandAttention,
+            "ByHandAttention: its code does not call torch's scaled_dot_product_attention",
+        ),
+        (
+            lambda: type("Sub", (nn.MultiheadAttention,), {})(8, 2),
+            "Sub: it is a subclass of torch.nn.MultiheadAttention",
+        ),
         (lambda: "a model", "got str, want a torch.nn.Module$"),
         (Pipeline, "got Pipeline, want a torch.nn.Module, as its .unet, .vae$"),
     ],
@@ -395,4 +449,7 @@ print(attnops.patch(encoder).report().patched[0].path)
 import sys
 assert "transformers" not in sys.modules
 """
-    assert torch_process(code, block=["transformers", "diffusers", "timm", "torchtitan"]).strip() == "self_attn"
+    assert (
+        torch_process(code, block=["transformers", "diffusers", "timm", "torchtitan"]).strip()
+        == "self_attn"
+    )

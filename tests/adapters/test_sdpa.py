@@ -19,7 +19,14 @@ from tests.adapters import helpers
 from tests.adapters.helpers import Calls, Graphs
 
 LEAD = {3: (4,), 4: (2, 4), 5: (2, 3, 4)}
-MASKS = {"bool": (2, 4, 5, 7), "rows": (5, 7), "keys": (2, 1, 1, 7), "heads": (1, 4, 5, 7), "queries": (2, 1, 5, 1), "3d": (4, 5, 7)}
+MASKS = {
+    "bool": (2, 4, 5, 7),
+    "rows": (5, 7),
+    "keys": (2, 1, 1, 7),
+    "heads": (1, 4, 5, 7),
+    "queries": (2, 1, 5, 1),
+    "3d": (4, 5, 7),
+}
 lengths = pytest.mark.parametrize(("queries", "keys"), [(6, 6), (5, 7), (7, 5)])
 
 
@@ -34,7 +41,9 @@ def check(tensors, *, ours=True, **options):
     torch.manual_seed(1)
     with Calls() as calls:
         got = scaled_dot_product_attention(*tensors, **options)
-    assert [name for name in calls.names if name.startswith("attnops::")] == ["attnops::attention"] * ours
+    assert [name for name in calls.names if name.startswith("attnops::")] == [
+        "attnops::attention"
+    ] * ours
     torch.manual_seed(1)
     want = F.scaled_dot_product_attention(*tensors, **options)
     torch.testing.assert_close(got, want)
@@ -54,7 +63,9 @@ def test_shapes_and_causal(dims, queries, keys, is_causal):
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("additive", [False, True])
 def test_masks(kind, additive):
-    mask = torch.randn(MASKS[kind], requires_grad=True) if additive else torch.rand(MASKS[kind]) > 0.3
+    mask = (
+        torch.randn(MASKS[kind], requires_grad=True) if additive else torch.rand(MASKS[kind]) > 0.3
+    )
     if not additive:
         mask[..., 0] = True  # torch gives NaN to a query without keys
     check(qkv(), attn_mask=mask)
@@ -78,7 +89,9 @@ def test_causal_biases(make, queries, keys):
     with Calls() as calls:
         got = scaled_dot_product_attention(*tensors, attn_mask=bias)
     assert calls.names == ["attnops::attention"]
-    seen = slice(max(queries - keys, 0), None) if make is causal_lower_right else slice(None)  # torch gives NaN to the others
+    seen = (
+        slice(max(queries - keys, 0), None) if make is causal_lower_right else slice(None)
+    )  # torch gives NaN to the others
     want = F.scaled_dot_product_attention(*tensors, attn_mask=bias)
     torch.testing.assert_close(got[:, :, seen], want[:, :, seen])
     assert not got.isnan().any()
@@ -116,7 +129,11 @@ def test_classes_of_masks_in_a_patched_module(kind, compiled):
     with attnops.patch(model), nullcontext() if compiled else calls:
         run = torch.compile(model, fullgraph=True, backend=graphs) if compiled else model
         torch.testing.assert_close(run(*tensors, mask), want)
-    assert ours == (sum(graphs.count("attnops.attention")) if compiled else calls.names.count("attnops::attention"))
+    assert ours == (
+        sum(graphs.count("attnops.attention"))
+        if compiled
+        else calls.names.count("attnops::attention")
+    )
 
 
 def layouts(*shape):
@@ -127,16 +144,25 @@ def layouts(*shape):
     yield torch.randn(batch, tokens, 3, heads, width)[:, :, 1].transpose(1, 2)
 
 
-@pytest.mark.parametrize("how", ["plain", "causal", "mask", "a mask with grad", "wide values", "grouped", "5 dims"])
+@pytest.mark.parametrize(
+    "how", ["plain", "causal", "mask", "a mask with grad", "wide values", "grouped", "5 dims"]
+)
 def test_the_result_lies_in_memory_as_torchs(how):
-    options = {"plain": {}, "causal": {"is_causal": True}, "grouped": {"enable_gqa": True}}.get(how, {})
+    options = {"plain": {}, "causal": {"is_causal": True}, "grouped": {"enable_gqa": True}}.get(
+        how, {}
+    )
     if "mask" in how:
         options["attn_mask"] = torch.zeros(5, 7, requires_grad="grad" in how)
-    for query, key in zip(layouts(2, 4, 5, 8), layouts(2, 2 if how == "grouped" else 4, 7, 8), strict=True):
+    for query, key in zip(
+        layouts(2, 4, 5, 8), layouts(2, 2 if how == "grouped" else 4, 7, 8), strict=True
+    ):
         tensors = [query, key, key[..., :6] if how == "wide values" else key]
         if how == "5 dims":
             tensors = [x[None] for x in tensors]
-        got, want = (call(*tensors, **options) for call in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+        got, want = (
+            call(*tensors, **options)
+            for call in (scaled_dot_product_attention, F.scaled_dot_product_attention)
+        )
         assert got.stride()[-4:] == want.stride()[-4:], query.stride()
 
 
@@ -150,7 +176,10 @@ def test_autocast(mixed):
     assert calls.names == ["attnops::attention"]
     with torch.autocast("cpu", torch.bfloat16):
         want = F.scaled_dot_product_attention(query, key, value)
-        assert scaled_dot_product_attention(query.double(), key.double(), value.double()).dtype == torch.float64
+        assert (
+            scaled_dot_product_attention(query.double(), key.double(), value.double()).dtype
+            == torch.float64
+        )
     assert got.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
@@ -173,7 +202,11 @@ CALLS = {
     "2 dims": (lambda: [x[0, 0] for x in qkv()], {}, False),
     "dropout": (qkv, {"dropout_p": 0.5}, False),
     "a tensor as scale": (qkv, {"scale": torch.tensor(0.3)}, False),
-    "no dims of heads": (lambda: [torch.ones(2, 4, 5, n, requires_grad=True) for n in (0, 0, 6)], {}, False),
+    "no dims of heads": (
+        lambda: [torch.ones(2, 4, 5, n, requires_grad=True) for n in (0, 0, 6)],
+        {},
+        False,
+    ),
     "a distributed tensor": (distributed, {}, False),
 }
 
@@ -187,9 +220,18 @@ def test_whose_call_it_is(name):
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_recorded_and_meta_calls_are_torchs():
     query, key, value = (x.detach() for x in qkv())
-    assert scaled_dot_product_attention(*(x.to("meta") for x in (query, key, value))).shape == (2, 4, 5, 6)
-    traced = torch.jit.trace(lambda q, k, v: scaled_dot_product_attention(q, k, v), (query, key, value))
-    torch.testing.assert_close(traced(key, query, query), F.scaled_dot_product_attention(key, query, query))
+    assert scaled_dot_product_attention(*(x.to("meta") for x in (query, key, value))).shape == (
+        2,
+        4,
+        5,
+        6,
+    )
+    traced = torch.jit.trace(
+        lambda q, k, v: scaled_dot_product_attention(q, k, v), (query, key, value)
+    )
+    torch.testing.assert_close(
+        traced(key, query, query), F.scaled_dot_product_attention(key, query, query)
+    )
 
 
 def test_torchs_errors():
@@ -207,19 +249,32 @@ def test_torchs_errors():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_forced_kernel():
     tensors = qkv()
-    torch.testing.assert_close(scaled_dot_product_attention(*tensors, kernel="reference"), F.scaled_dot_product_attention(*tensors))
+    torch.testing.assert_close(
+        scaled_dot_product_attention(*tensors, kernel="reference"),
+        F.scaled_dot_product_attention(*tensors),
+    )
     scaled_dot_product_attention(*tensors, dropout_p=0.1, kernel="reference")
     small = [x[0, 0] for x in tensors]
-    for given, kernel, error in ((tensors, "no_such", UnknownKernel), (tensors, "fa3", NoKernel), (small, "no_such", UnknownKernel)):
+    for given, kernel, error in (
+        (tensors, "no_such", UnknownKernel),
+        (tensors, "fa3", NoKernel),
+        (small, "no_such", UnknownKernel),
+    ):
         with pytest.raises(error):
             scaled_dot_product_attention(*given, kernel=kernel)
-    nested = [torch.nested.nested_tensor([torch.randn(n, 4, 8) for n in (3, 5)], layout=to) for to in (torch.strided, torch.jagged)]
+    nested = [
+        torch.nested.nested_tensor([torch.randn(n, 4, 8) for n in (3, 5)], layout=to)
+        for to in (torch.strided, torch.jagged)
+    ]
     for given in (small, *([x.transpose(1, 2)] * 3 for x in nested)):
-        with pytest.raises(InvalidInput, match=r"does not take (a (nested tensor|NestedTensor)|query, key and value)"):
+        with pytest.raises(
+            InvalidInput,
+            match=r"does not take (a (nested tensor|NestedTensor)|query, key and value)",
+        ):
             scaled_dot_product_attention(*given, kernel="reference")
 
 
-# Methods that call torch's function ------------------------------------------------------------------------------------
+# Methods that call torch's function ---------------------------------------------------------------
 
 X = (1, 2, 3, 4)
 
@@ -264,7 +319,11 @@ class Calling(torch.nn.Module):
         return x
 
     def not_a_call(self, x):
-        return self.scaled_dot_product_attention(x) + self.part.scaled_dot_product_attention(x) + scaled_dot_product_attention_of_ours(x)
+        return (
+            self.scaled_dot_product_attention(x)
+            + self.part.scaled_dot_product_attention(x)
+            + scaled_dot_product_attention_of_ours(x)
+        )
 
 
 class Derived(Calling):
@@ -317,7 +376,9 @@ class Checkpointing(torch.nn.Module):
         return checkpoint(inner, x, use_reentrant=False)
 
     def of_a_checkpoint_alone(self, x):
-        return checkpoint(lambda y: checkpoint(by_function, y, use_reentrant=False), x, use_reentrant=False)
+        return checkpoint(
+            lambda y: checkpoint(by_function, y, use_reentrant=False), x, use_reentrant=False
+        )
 
 
 @pytest.mark.parametrize("how", ["eager", "in a checkpoint", "frames are not found"])
@@ -335,7 +396,9 @@ def test_what_a_checkpoint_recomputes_calls_it_again(name, how, monkeypatch):
     torch.testing.assert_close(x.grad, want)
     forward = {name for name in calls.names if "backward" not in name}
     torchs = how == "frames are not found" and "method" not in name
-    assert forward == {"aten::_scaled_dot_product_flash_attention_for_cpu" if torchs else "attnops::attention"}
+    assert forward == {
+        "aten::_scaled_dot_product_flash_attention_for_cpu" if torchs else "attnops::attention"
+    }
 
 
 def test_a_compiled_checkpoint():

@@ -1,11 +1,14 @@
-"""sentence-transformers: embeddings of packed texts are those of padded ones with the model's own attention."""
+"""sentence-transformers: embeddings of packed texts are those of padded ones with the model's own
+attention."""
 
 import re
 
 import pytest
 import torch
 
-pytest.importorskip("sentence_transformers", reason="sentence-transformers (extra dev) is not installed")
+pytest.importorskip(
+    "sentence_transformers", reason="sentence-transformers (extra dev) is not installed"
+)
 
 import transformers
 from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
@@ -19,33 +22,74 @@ import attnops
 from attnops.core.errors import PatchError
 from tests.adapters.helpers import Calls, block, grads, same_grads
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "words", "some", "more", "a", "b", "c", "d", "e", "f", "g"]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "one",
+    "two",
+    "words",
+    "some",
+    "more",
+    "a",
+    "b",
+    "c",
+    "d",
+    "e",
+    "f",
+    "g",
+]
 TEXTS = ["one two words", "a b c d e f g", "some", "more words a b " * 6]
 PAIRS = list(zip(TEXTS, TEXTS[::-1], strict=True))
 SIZES = {
-    "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "pad_token_id": 0,
-    "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": 3,
-}  # fmt: skip
-WINDOWS = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 2, "sep_token_id": 3}
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "max_position_embeddings": 64,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+WINDOWS = {
+    "local_attention": 8,
+    "global_attn_every_n_layers": 2,
+    "cls_token_id": 2,
+    "sep_token_id": 3,
+}
 CONFIGS = {
-    "bert": {}, "xlm-roberta": {}, "modernbert": WINDOWS, "qwen3": {"num_key_value_heads": 2, "head_dim": 8}, "llama": {},
-}  # fmt: skip
+    "bert": {},
+    "xlm-roberta": {},
+    "modernbert": WINDOWS,
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "llama": {},
+}
 PACKED = {"varlen_attention"}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A folder with weights and a tokenizer for each kind of model."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     ends = [("[CLS]", 2), ("[SEP]", 3)]
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=ends
+    )
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), WORDS, strict=False))
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=60, **names)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=60, **names
+    )
     found = {}
     for kind, more in CONFIGS.items():
         torch.manual_seed(0)
-        model = transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[kind](**SIZES, **more))
+        model = transformers.AutoModel.from_config(
+            transformers.CONFIG_MAPPING[kind](**SIZES, **more)
+        )
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.2)
@@ -56,7 +100,10 @@ def folders(tmp_path_factory):
 
 
 def embedder(folders, kind, pooling="mean", **options):
-    return SentenceTransformer(modules=[Transformer(folders[kind], **options), Pooling(32, pooling_mode=pooling)], device="cpu")
+    return SentenceTransformer(
+        modules=[Transformer(folders[kind], **options), Pooling(32, pooling_mode=pooling)],
+        device="cpu",
+    )
 
 
 def embed(model):
@@ -80,12 +127,18 @@ def test_packed_texts(folders, kind, pooling):
     want, shape = embed(model), tuple(model.preprocess(TEXTS)["input_ids"].shape)
     state = list(model.state_dict())
     with attnops.patch(model) as handle:
-        assert "texts are packed" in str(handle.report()) and handle.report().patched and list(model.state_dict()) == state
+        assert (
+            "texts are packed" in str(handle.report())
+            and handle.report().patched
+            and list(model.state_dict()) == state
+        )
         got, ops, packed = run(model)
         assert ops == PACKED and packed[0] == 1 and packed[1] < shape[0] * shape[1]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         assert handle.verify(TEXTS).passed and handle.active and attnops.patch(model) is handle
-    assert tuple(model.preprocess(TEXTS)["input_ids"].shape) == shape and type(model[0]) is Transformer
+    assert (
+        tuple(model.preprocess(TEXTS)["input_ids"].shape) == shape and type(model[0]) is Transformer
+    )
     assert torch.equal(embed(model), want)
 
 
@@ -99,12 +152,17 @@ def test_outputs_of_each_text(folders, kind, output_value):
         got = model.encode(TEXTS, output_value=output_value, batch_size=2)
         assert run(model)[1] == PACKED
     for ours, theirs in zip(got, own, strict=True):
-        tensors = [{k: v for k, v in x.items() if torch.is_tensor(v)} if isinstance(x, dict) else x for x in (ours, theirs)]
+        tensors = [
+            {k: v for k, v in x.items() if torch.is_tensor(v)} if isinstance(x, dict) else x
+            for x in (ours, theirs)
+        ]
         torch.testing.assert_close(*tensors, rtol=1e-4, atol=1e-5)
 
 
 def sparse(folder):
-    return SparseEncoder(modules=[Transformer(folder, transformer_task="fill-mask"), SpladePooling()], device="cpu")
+    return SparseEncoder(
+        modules=[Transformer(folder, transformer_task="fill-mask"), SpladePooling()], device="cpu"
+    )
 
 
 def cross(folder):
@@ -117,8 +175,17 @@ def cross(folder):
     [
         (sparse, TEXTS, "0: texts are packed"),
         (cross, PAIRS, "0: texts are packed"),
-        (lambda folder: CrossEncoder(folder, device="cpu"), PAIRS, "it is for sequence-classification"),
-        (Transformer, None, "Transformer: skipped: texts stay padded, PatchError: verify: got a model without encode"),
+        (
+            lambda folder: CrossEncoder(folder, device="cpu"),
+            PAIRS,
+            "it is for sequence-classification",
+        ),
+        (
+            Transformer,
+            None,
+            "Transformer: skipped: texts stay padded, PatchError: verify: got a model without "
+            "encode",
+        ),
     ],
 )
 def test_other_models(folders, make, inputs, status):
@@ -139,7 +206,11 @@ PADDED = {
 
 @pytest.mark.parametrize("case", PADDED)
 def test_padded_texts(folders, case, monkeypatch):
-    model = embedder(folders, "llama" if case == "causal" else "bert", **({"unpad_inputs": False} if case == "asked for" else {}))
+    model = embedder(
+        folders,
+        "llama" if case == "causal" else "bert",
+        **({"unpad_inputs": False} if case == "asked for" else {}),
+    )
     want = embed(model)
     if case == "a trial that fails":
         monkeypatch.setattr(Transformer, "_infer_flatten_position_offset", lambda self: 1)
@@ -157,7 +228,9 @@ def test_training_with_dropout_is_padded(folders):
     model, theirs = embedder(folders, "bert"), embedder(folders, "bert").eval()
     with attnops.patch(model, kernel="sdpa"):
         assert model.eval().preprocess(TEXTS)["input_ids"].shape[0] == 1
-        with pytest.raises(PatchError, match="got kernel=None for a model that is patched with kernel='sdpa'"):
+        with pytest.raises(
+            PatchError, match="got kernel=None for a model that is patched with kernel='sdpa'"
+        ):
             attnops.patch(model)
         features = model.train().preprocess(TEXTS)
         assert features["input_ids"].shape[0] == len(TEXTS)
@@ -170,24 +243,34 @@ def test_training_with_dropout_is_padded(folders):
         features = model.train().preprocess(TEXTS)
         assert features["input_ids"].shape[0] == 1
         ours = grads(model, model(features)["sentence_embedding"].square().sum())
-    same_grads(ours, grads(theirs, theirs(theirs.preprocess(TEXTS))["sentence_embedding"].square().sum()))
+    same_grads(
+        ours, grads(theirs, theirs(theirs.preprocess(TEXTS))["sentence_embedding"].square().sum())
+    )
 
 
 def files(model, folder):
     model.save_pretrained(str(folder), create_model_card=False)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.*"))}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.*"))
+    }
 
 
 def test_a_patched_model_is_saved_as_the_model(folders, tmp_path):
-    """SentenceTransformerTrainer does so in the middle of a run. The classes that are named are those of sentence-transformers."""
+    """SentenceTransformerTrainer does so in the middle of a run. The classes that are named are
+    those of sentence-transformers."""
     model = embedder(folders, "bert")
     want = embed(model)
     own = files(model, tmp_path / "own")
     with attnops.patch(model) as handle:
         assert "texts are packed" in str(handle.report())
         assert files(model, tmp_path / "patched") == own
-    torch.testing.assert_close(embed(SentenceTransformer(str(tmp_path / "patched"), device="cpu")), want)
+    torch.testing.assert_close(
+        embed(SentenceTransformer(str(tmp_path / "patched"), device="cpu")), want
+    )
 
 
 def test_the_page(folders):
-    exec(re.sub(r'SentenceTransformer\(".*?"\)', "made", block("sentence_transformers")), {"made": embedder(folders, "bert")})
+    exec(
+        re.sub(r'SentenceTransformer\(".*?"\)', "made", block("sentence_transformers")),
+        {"made": embedder(folders, "bert")},
+    )

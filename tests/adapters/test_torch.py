@@ -1,4 +1,5 @@
-"""torch.nn.TransformerEncoder and its kin, patched: ours in eval mode, too, with every mask, and with gradients."""
+"""torch.nn.TransformerEncoder and its kin, patched: ours in eval mode, too, with every mask, and
+with gradients."""
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def encoder(batch_first=True, dropout=0.0):
     return nn.TransformerEncoder(layer, 2)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*enable_nested_tensor")
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", "ignore:.*enable_nested_tensor"
+)
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("mode", ["eval", "eval with gradients", "train"])
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -35,7 +38,9 @@ def test_encoder(masks, mode, batch_first):
     ours, theirs = (encoder(batch_first).train(mode == "train") for _ in range(2))
     seen = ~MASKS[masks].get("src_key_padding_mask", torch.zeros(2, 9, dtype=torch.bool))
     x, seen = (X, seen) if batch_first else (X.transpose(0, 1), seen.t())
-    packed = mode == "eval" and masks == "padding" and batch_first  # torch makes a nested tensor of it
+    packed = (
+        mode == "eval" and masks == "padding" and batch_first
+    )  # torch makes a nested tensor of it
     with torch.set_grad_enabled(mode != "eval"), attnops.patch(ours):
         want = theirs(x, **MASKS[masks])
         with Calls() as calls:
@@ -43,7 +48,9 @@ def test_encoder(masks, mode, batch_first):
         assert calls.names == ["attnops::varlen_attention" if packed else "attnops::attention"] * 2
         torch.testing.assert_close(got[seen], want[seen], rtol=1e-4, atol=1e-5)
         if mode != "eval":
-            same_grads(grads(ours, got[seen].square().sum()), grads(theirs, want[seen].square().sum()))
+            same_grads(
+                grads(ours, got[seen].square().sum()), grads(theirs, want[seen].square().sum())
+            )
         elif masks in ("padding", "causal") and batch_first:
             graphs = Graphs()
             got = torch.compile(ours, fullgraph=True, backend=graphs)(x, **MASKS[masks])
@@ -58,16 +65,30 @@ def test_the_parameters_are_shared():
     with attnops.patch(ours), Calls() as calls:
         assert attention.in_proj_weight is weight and list(ours.state_dict()) == keys
         assert isinstance(attention, attnops.nn.MultiheadAttention)
-        assert ours(X).isfinite().all() and not ours(X).equal(ours(X)) and not calls.names, "dropout is torch's"
-    assert type(attention) is nn.MultiheadAttention and attention._qkv_same_embed_dim and "kernel" not in vars(attention)
+        assert ours(X).isfinite().all() and not ours(X).equal(ours(X)) and not calls.names, (
+            "dropout is torch's"
+        )
+    assert (
+        type(attention) is nn.MultiheadAttention
+        and attention._qkv_same_embed_dim
+        and "kernel" not in vars(attention)
+    )
 
 
 def test_decoder_and_weights():
     torch.manual_seed(0)
     model = nn.Transformer(32, 4, 1, 1, 64, dropout=0.0, batch_first=True).eval()
     with attnops.patch(model) as handle:
-        assert len(handle.report().patched) == 3 and "need_weights=False" in handle.report().notes[1]
-        assert handle.verify(X, X[:, :5], tgt_mask=CAUSAL[:5, :5], tgt_is_causal=True, memory_key_padding_mask=PADDING).passed
+        assert (
+            len(handle.report().patched) == 3 and "need_weights=False" in handle.report().notes[1]
+        )
+        assert handle.verify(
+            X,
+            X[:, :5],
+            tgt_mask=CAUSAL[:5, :5],
+            tgt_is_causal=True,
+            memory_key_padding_mask=PADDING,
+        ).passed
     attention = nn.MultiheadAttention(32, 4, batch_first=True)
     _, want = attention(X, X, X)
     with attnops.patch(attention):

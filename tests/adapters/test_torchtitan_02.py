@@ -1,4 +1,5 @@
-"""torchtitan 0.2's Llama, patched: logits and gradients of its own attention; packed documents; flex_attention is left alone."""
+"""torchtitan 0.2's Llama, patched: logits and gradients of its own attention; packed documents;
+flex_attention is left alone."""
 
 from itertools import pairwise
 
@@ -6,7 +7,9 @@ import pytest
 import torch
 
 pytest.importorskip("torchtitan", reason="torchtitan (extra dev) is not installed")
-pytest.importorskip("torchtitan.models.attention", reason="torchtitan 0.3 is installed: see test_torchtitan.py")
+pytest.importorskip(
+    "torchtitan.models.attention", reason="torchtitan 0.3 is installed: see test_torchtitan.py"
+)
 
 from torchtitan.models.attention import create_varlen_metadata_for_document
 from torchtitan.models.llama3.model.args import TransformerModelArgs
@@ -22,9 +25,17 @@ TOKENS = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(0
 
 def llama(attn_type):
     torch.manual_seed(0)
-    model = Transformer(TransformerModelArgs(
-        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=32, attn_type=attn_type,
-    ))  # fmt: skip
+    model = Transformer(
+        TransformerModelArgs(
+            dim=64,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            vocab_size=64,
+            max_seq_len=32,
+            attn_type=attn_type,
+        )
+    )
     with torch.no_grad():
         model.init_weights()
     return model
@@ -33,7 +44,9 @@ def llama(attn_type):
 def test_llama_forward_and_backward():
     ours, theirs = llama("sdpa"), llama("sdpa")
     with attnops.patch(ours) as handle:
-        assert [row.path for row in handle.report().patched] == [f"layers.{i}.attention.inner_attention" for i in range(2)]
+        assert [row.path for row in handle.report().patched] == [
+            f"layers.{i}.attention.inner_attention" for i in range(2)
+        ]
         with Calls() as calls:
             got = ours(TOKENS)
         assert calls.names == ["attnops::attention"] * 2
@@ -41,7 +54,9 @@ def test_llama_forward_and_backward():
         torch.testing.assert_close(got, want)
         same_grads(grads(ours, got.square().sum()), grads(theirs, want.square().sum()))
         graphs = Graphs()
-        torch.testing.assert_close(torch.compile(ours, fullgraph=True, backend=graphs)(TOKENS), want)
+        torch.testing.assert_close(
+            torch.compile(ours, fullgraph=True, backend=graphs)(TOKENS), want
+        )
         assert graphs.count("attnops.attention") == [2]
 
 
@@ -66,7 +81,9 @@ def test_packed_documents(compiled):
 
 
 def test_flex_attention_is_left_alone():
-    with pytest.raises(PatchError, match="FlexAttentionWrapper: its masks are functions of flex_attention"):
+    with pytest.raises(
+        PatchError, match="FlexAttentionWrapper: its masks are functions of flex_attention"
+    ):
         attnops.patch(llama("flex"))
 
 

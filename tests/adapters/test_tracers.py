@@ -47,7 +47,7 @@ from torch.jit._builtins import _get_builtin_table
 
 alive = {id(x) for x in gc.get_objects()}
 print([name for address, name in _get_builtin_table().items() if name.startswith("attnops::") and address not in alive])
-"""
+"""  # noqa: E501
 
 
 def test_torch_jit_knows_no_op_by_the_address_of_what_is_gone():

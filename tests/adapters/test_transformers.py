@@ -1,4 +1,5 @@
-"""Pipelines of transformers work with a patched model as it is. (Its Trainer: tests/hf/test_training_steps.py.)"""
+"""Pipelines of transformers work with a patched model as it is. (Its Trainer:
+tests/hf/test_training_steps.py.)"""
 
 import pytest
 import transformers
@@ -22,8 +23,16 @@ def tokenizer():
 
 MASKED = ["w1 [MASK] w2", "w3 w4 w5 [MASK] w6"]
 PIPELINES = {
-    "text-generation": ("llama", PROMPTS, {"max_new_tokens": 6, "do_sample": False, "batch_size": 1}),
-    "text-generation of a batch": ("llama", PROMPTS, {"max_new_tokens": 6, "do_sample": False, "batch_size": 3}),
+    "text-generation": (
+        "llama",
+        PROMPTS,
+        {"max_new_tokens": 6, "do_sample": False, "batch_size": 1},
+    ),
+    "text-generation of a batch": (
+        "llama",
+        PROMPTS,
+        {"max_new_tokens": 6, "do_sample": False, "batch_size": 3},
+    ),
     "fill-mask": ("bert", MASKED, {"batch_size": 2, "top_k": 3}),
 }
 
@@ -34,14 +43,21 @@ def test_pipelines(tokenizer, name):
     model = tiny.model(family)
 
     def answers():
-        pipe = transformers.pipeline(name.partition(" ")[0], model=model, tokenizer=tokenizer, device="cpu")
+        pipe = transformers.pipeline(
+            name.partition(" ")[0], model=model, tokenizer=tokenizer, device="cpu"
+        )
         return [dict(answer) for found in pipe(texts, **options) for answer in found]
 
     want = answers()
     with attnops.patch(model), Calls() as calls:
         got = answers()
     assert {name for name in calls.names if name.startswith("attnops::")} == {"attnops::attention"}
-    assert got == [{**answer, "score": pytest.approx(answer["score"], rel=1e-4)} if "score" in answer else answer for answer in want]
+    assert got == [
+        {**answer, "score": pytest.approx(answer["score"], rel=1e-4)}
+        if "score" in answer
+        else answer
+        for answer in want
+    ]
 
 
 def test_the_page(tokenizer):

@@ -1,4 +1,5 @@
-"""ViTs of torchvision and timm, patched, in one process of their own: torchvision's library may not load beside a CPU's torch."""
+"""ViTs of torchvision and timm, patched, in one process of their own: torchvision's library may not
+load beside a CPU's torch."""
 
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ with attnops.patch(ours) as handle:
     graphs = Graphs()
     torch.compile(ours, fullgraph=True, backend=graphs)(images)
     assert graphs.count("attnops.attention") == [2]
-"""
+"""  # noqa: E501
 
 TIMM = """
 NAMES = {  # attention modules; those without an adapter
@@ -77,7 +78,7 @@ with attnops.patch(model.train()) as handle:
     assert handle.verify(images).passed
     ours = grads(model, model(images).square().sum())  # through the bias of relative positions, a mask
 same_grads(ours, grads(model, model(images).square().sum()))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Where a test puts its figures, by section and name. They go with the test's report; tests/gpu/part.py writes them down."""
+    """Where a test puts its figures, by section and name. They go with the test's report;
+    tests/gpu/part.py writes them down."""
     figures: dict[str, Any] = {}
     request.node.user_properties.append(("found", figures))
     return figures

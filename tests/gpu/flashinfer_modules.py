@@ -1,7 +1,9 @@
-"""Builds in advance, side by side, what FlashInfer's tests need: `python3 -m tests.gpu.flashinfer_modules [list]`.
+"""Builds in advance, side by side, what FlashInfer's tests need:
+`python3 -m tests.gpu.flashinfer_modules [list]`.
 
-Attention's modules of the grid of tests/gpu/test_kernels.py and those of tests/gpu/test_flashinfer.py, latent attention's, and XQA's of
-tests/gpu/test_xqa.py. The grids at size and of plans are run on these alone. `list` builds nothing.
+Attention's modules of the grid of tests/gpu/test_kernels.py and those of
+tests/gpu/test_flashinfer.py, latent attention's, and XQA's of tests/gpu/test_xqa.py. The grids at
+size and of plans are run on these alone. `list` builds nothing.
 """
 
 import functools
@@ -21,9 +23,15 @@ from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, Module, Shape, p
 from attnops.testing import CASES
 
 OWN = (
-    "decode:bfloat16:128", "fa2:bfloat16:128", "fa2:bfloat16:64", "fa2:bfloat16:64:window:sinks", "fa3:bfloat16:64",
-    "fa3:bfloat16:64:window:sinks", "fa3:bfloat16:192x128", "fa3:bfloat16:128",
-)  # fmt: skip
+    "decode:bfloat16:128",
+    "fa2:bfloat16:128",
+    "fa2:bfloat16:64",
+    "fa2:bfloat16:64:window:sinks",
+    "fa3:bfloat16:64",
+    "fa3:bfloat16:64:window:sinks",
+    "fa3:bfloat16:192x128",
+    "fa3:bfloat16:128",
+)
 """What tests/gpu/test_flashinfer.py calls on SM90, and the module of most of the grid at size."""
 AT_ONCE = 3
 """Modules that are built side by side, each by several compilers of up to 4 GB."""
@@ -33,9 +41,22 @@ def module_of(problem: Problem, queries: int) -> Module:
     """The module of a paged or packed call, or of its plan."""
     p, paged = problem, problem.op.endswith("paged_attention")
     shape = Shape(
-        1, 1, int(paged), p.q_heads, p.kv_heads, p.head_dim, p.v_head_dim, p.page_size or 1, p.dtype, paged and queries <= 1,
-        p.rules.causal, p.rules.window[0], p.rules.softcap, p.rules.sinks, False,
-    )  # fmt: skip
+        1,
+        1,
+        int(paged),
+        p.q_heads,
+        p.kv_heads,
+        p.head_dim,
+        p.v_head_dim,
+        p.page_size or 1,
+        p.dtype,
+        paged and queries <= 1,
+        p.rules.causal,
+        p.rules.window[0],
+        p.rules.softcap,
+        p.rules.sinks,
+        False,
+    )
     return Module.of(shape, path_of(shape, p.target.arch, queries))
 
 
@@ -65,9 +86,17 @@ def others() -> dict[str, Callable[[], Any]]:
     from tests.gpu.test_xqa import BUILT, load
 
     half, bf16, e4m3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
-    pairs = [(path, *dtypes) for path in (FA2, FA3) for dtypes in ((bf16, bf16), (half, half), (bf16, e4m3))]
-    latents: dict[str, Callable[[], Any]] = {f"mla {NAMES[p[0]]} {p[1]} {p[2]}": functools.partial(mla.load, *p) for p in pairs}
-    return latents | {f"xqa {name}": functools.partial(load, *point) for name, point in BUILT.items()}
+    pairs = [
+        (path, *dtypes)
+        for path in (FA2, FA3)
+        for dtypes in ((bf16, bf16), (half, half), (bf16, e4m3))
+    ]
+    latents: dict[str, Callable[[], Any]] = {
+        f"mla {NAMES[p[0]]} {p[1]} {p[2]}": functools.partial(mla.load, *p) for p in pairs
+    }
+    return latents | {
+        f"xqa {name}": functools.partial(load, *point) for name, point in BUILT.items()
+    }
 
 
 def loaded(name: str, load: Callable[[], Any]) -> None:
@@ -90,7 +119,8 @@ def main(arguments: list[str]) -> int:
         import flashinfer.prefill  # noqa: F401 - not first in several threads at once, which it does not survive
 
         rest = [
-            (str(module), functools.partial(timed, module)) for module in sorted(wanted, key=lambda m: (-m.path, str(m)))
+            (str(module), functools.partial(timed, module))
+            for module in sorted(wanted, key=lambda m: (-m.path, str(m)))
         ]  # the slow ones first
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda one: loaded(*one), [*rest, *others().items()]))

@@ -1,4 +1,5 @@
-"""What several files of GPU tests do with a kernel: skip, check, count, capture, and list what the device runs."""
+"""What several files of GPU tests do with a kernel: skip, check, count, capture, and list what the
+device runs."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -16,12 +17,19 @@ LIMIT = 120
 
 
 def need(kernel: Kernel, call: Call | None = None) -> None:
-    """Skip where the machine lacks what the kernel is made of, or where the kernel refuses the call."""
-    if why := kernel.absences(Target.of(torch.device("cuda"))) if call is None else refusals(kernel, call):
+    """Skip where the machine lacks what the kernel is made of, or where the kernel refuses the
+    call."""
+    if (
+        why := kernel.absences(Target.of(torch.device("cuda")))
+        if call is None
+        else refusals(kernel, call)
+    ):
         pytest.skip(f"{kernel.op}.{kernel.name}: {'; '.join(map(str, why))[:300]}")
 
 
-def figures_of(kernel: Kernel, calls: Iterable[tuple[str, Callable[[], Call]]], refused: list[str]) -> dict[str, Any]:
+def figures_of(
+    kernel: Kernel, calls: Iterable[tuple[str, Callable[[], Call]]], refused: list[str]
+) -> dict[str, Any]:
     """The figures over calls by label. A mismatch is counted, and the others run all the same.
 
     refused: the refusals so far. Where nothing ran, the skip tells the first.
@@ -41,7 +49,12 @@ def figures_of(kernel: Kernel, calls: Iterable[tuple[str, Callable[[], Call]]], 
             refused.append(f"{label}: {figures}")
         else:
             ran, worst = ran + 1, max(worst, figures.worst)
-    done = {"cases": ran, "refused": len(refused), "wrong": len(wrong), "worst_share_of_budget": round(worst, 4)}
+    done = {
+        "cases": ran,
+        "refused": len(refused),
+        "wrong": len(wrong),
+        "worst_share_of_budget": round(worst, 4),
+    }
     if wrong:
         return {**done, "first_wrong": wrong[0][:300]}
     return {**done, "why_refused": refused[0][:300]} if refused and not ran else done
@@ -51,11 +64,15 @@ def judge(figures: dict[str, Any]) -> None:
     """Fail where a case was wrong, and skip where none ran."""
     assert not figures["wrong"], figures
     if not figures["cases"]:
-        pytest.skip(f"takes no case on this GPU: {figures.get('why_refused', 'there are fewer cases than shares')}")
+        pytest.skip(
+            "takes no case on this GPU: "
+            f"{figures.get('why_refused', 'there are fewer cases than shares')}"
+        )
 
 
 def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A CUDA graph of `run`, and what that gave: after two calls, since what a first call compiles or allocates must not be captured."""
+    """A CUDA graph of `run`, and what that gave: after two calls, since what a first call compiles
+    or allocates must not be captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -76,7 +93,9 @@ def kernels_in(run: Callable[[], Any]) -> list[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events() or () if str(event.device_type).endswith("CUDA")]
+    names = [
+        event.name for event in profile.events() or () if str(event.device_type).endswith("CUDA")
+    ]
     if not names:
         pytest.skip("the profiler sees no device kernel here")
     return names

@@ -1,12 +1,16 @@
-"""The journal of a pass of the GPU suite: one JSON line a fact, written when it is known, and the report that is made of it.
+"""The journal of a pass of the GPU suite: one JSON line a fact, written when it is known, and the
+report that is made of it.
 
-A pass may take several parts, each of several processes. All of them append to one file, so that a later part goes on where the last
-one ended, on the same machine or on another to which the file was carried, and a process that dies loses only its last test.
+A pass may take several parts, each of several processes. All of them append to one file, so that a
+later part goes on where the last one ended, on the same machine or on another to which the file was
+carried, and a process that dies loses only its last test.
 
-    {"pass": code, "options": [...]}                     what is tested; a journal of other code or options is not continued
+    {"pass": code, "options": [...]}                     what is tested; a journal of other code or
+        options is not continued
     {"part": 1, "at": seconds}                           a part begins
     {"about": {...}}                                     commit, date, device and versions
-    {"collected": [test, ...], "alone": [test, ...]}     every test of the pass, and those that run with nothing beside them
+    {"collected": [test, ...], "alone": [test, ...]}     every test of the pass, and those that run
+        with nothing beside them
     {"ready": pid}                                       a process has collected its tests
     {"begun": test, "pid": 1, "at": seconds}
     {"test": test, "outcome": "passed", "seconds": 0.1, "reason": "", "found": {...}, "at": seconds}
@@ -55,7 +59,8 @@ class Journal:
 class Pass:
     """What a journal says.
 
-    ended: the record of each test that has ended. begun: the process of each that has begun and not ended. parts: seconds of each part.
+    ended: the record of each test that has ended. begun: the process of each that has begun and not
+    ended. parts: seconds of each part.
     """
 
     head: dict[str, Any] = field(default_factory=dict)
@@ -95,13 +100,21 @@ class Pass:
     def _end(self, record: dict[str, Any]) -> None:
         name, before = record["test"], self.ended.get(record["test"])
         self.begun.pop(name, None)
-        # A fixture that fails when it is taken down is reported for a test that may have passed in another process.
+        # A fixture that fails when it is taken down is reported for a test that may have passed in
+        # another process.
         if before is None or record["outcome"] == FAILED:
-            self.ended[name] = {**record, "found": joined((before or {}).get("found", {}), record.get("found", {}))}
+            self.ended[name] = {
+                **record,
+                "found": joined((before or {}).get("found", {}), record.get("found", {})),
+            }
 
     def left(self, alone: bool) -> list[str]:
         """Tests that have not ended: those that run alone, or the others."""
-        return [name for name in self.collected if name not in self.ended and (name in self.alone) == alone]
+        return [
+            name
+            for name in self.collected
+            if name not in self.ended and (name in self.alone) == alone
+        ]
 
     @property
     def not_run(self) -> list[str]:
@@ -109,7 +122,8 @@ class Pass:
         return [*self.left(False), *self.left(True)]
 
     def report(self) -> dict[str, Any]:
-        """What kernels.json holds. `passed`: something ran, nothing failed, and nothing is left to run."""
+        """What kernels.json holds. `passed`: something ran, nothing failed, and nothing is left to
+        run."""
         outcomes = Counter(record["outcome"] for record in self.ended.values())
         found: dict[str, Any] = {}
         skipped: dict[str, list[str]] = {}
@@ -117,7 +131,11 @@ class Pass:
             found = joined(found, record.get("found", {}))
             if record["outcome"] == SKIPPED:
                 skipped.setdefault(record["reason"].partition("\n")[0], []).append(name)
-        failed = {name: record["reason"] for name, record in self.ended.items() if record["outcome"] == FAILED}
+        failed = {
+            name: record["reason"]
+            for name, record in self.ended.items()
+            if record["outcome"] == FAILED
+        }
         slowest = sorted(self.ended.values(), key=lambda record: -record["seconds"])[:SLOWEST]
         sections = {
             "failed_tests": failed,
@@ -130,7 +148,10 @@ class Pass:
             **found,
             **self.about,
             **{name: section for name, section in sections.items() if section},
-            "tests": {**{name: outcomes[name] for name in (PASSED, SKIPPED, FAILED)}, "not_run": len(self.not_run)},
+            "tests": {
+                **{name: outcomes[name] for name in (PASSED, SKIPPED, FAILED)},
+                "not_run": len(self.not_run),
+            },
             "seconds": round(sum(self.parts)),
             "parts_s": [round(seconds) for seconds in self.parts],
             "passed": bool(outcomes[PASSED]) and not (failed or self.not_run or self.broken),
@@ -138,9 +159,13 @@ class Pass:
 
 
 def joined(a: Any, b: Any) -> Any:
-    """Two findings of one name as one: sections and lists are joined, counts added, of fractions the larger stays."""
+    """Two findings of one name as one: sections and lists are joined, counts added, of fractions
+    the larger stays."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return {**a, **{name: joined(a[name], value) if name in a else value for name, value in b.items()}}
+        return {
+            **a,
+            **{name: joined(a[name], value) if name in a else value for name, value in b.items()},
+        }
     if isinstance(a, list) and isinstance(b, list):
         return [*a, *b]
     if isinstance(a, bool) or isinstance(b, bool):
@@ -153,10 +178,16 @@ def joined(a: Any, b: Any) -> Any:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """The file's text: a line for each entry of a section, so that it is small and a change is seen where it is."""
+    """The file's text: a line for each entry of a section, so that it is small and a change is seen
+    where it is."""
     sections = []
     for name, section in sorted(report.items()):
         pairs = sorted(section.items()) if isinstance(section, dict) else ()
-        entries = [f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in pairs]
-        sections.append(f"{json.dumps(name)}: " + ("{\n" + ",\n".join(entries) + "\n}" if entries else json.dumps(section)))
+        entries = [
+            f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in pairs
+        ]
+        sections.append(
+            f"{json.dumps(name)}: "
+            + ("{\n" + ",\n".join(entries) + "\n}" if entries else json.dumps(section))
+        )
     return "{\n" + ",\n".join(sections) + "\n}\n"

@@ -1,8 +1,10 @@
-"""A pytest plugin for one process of the GPU suite: which tests it takes, when it stops, and what it writes into the journal.
+"""A pytest plugin for one process of the GPU suite: which tests it takes, when it stops, and what
+it writes into the journal.
 
-run.py loads it with `-p tests.gpu.part` and says by the environment where the journal is (GPU_TEST_JOURNAL), which folder has a file for
-each test that a process has taken, and "built" once FlashInfer's modules are (GPU_TEST_FOLDER), when no further test begins
-(GPU_TEST_UNTIL, seconds since the epoch), and whether this process runs what measures (GPU_TEST_ALONE).
+run.py loads it with `-p tests.gpu.part` and says by the environment where the journal is
+(GPU_TEST_JOURNAL), which folder has a file for each test that a process has taken, and "built" once
+FlashInfer's modules are (GPU_TEST_FOLDER), when no further test begins (GPU_TEST_UNTIL, seconds
+since the epoch), and whether this process runs what measures (GPU_TEST_ALONE).
 """
 
 from __future__ import annotations
@@ -26,10 +28,18 @@ from tests.gpu.journal import FAILED, PASSED, SKIPPED, Journal, Pass
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = (
-    "test_a_quick_run", "test_generate_over_pages", "test_decode_in_graphs_equals_eager", "test_generate_equals_eager",
-    "test_a_llama_shape", "piecewise", "flex", "test_a_thousand_mixed_steps", "test_steps_of_a_llama_shape",
-)  # fmt: skip
-"""In names of tests that compile models or many kernels: after the cheap ones, before those that fill the gaps at the end."""
+    "test_a_quick_run",
+    "test_generate_over_pages",
+    "test_decode_in_graphs_equals_eager",
+    "test_generate_equals_eager",
+    "test_a_llama_shape",
+    "piecewise",
+    "flex",
+    "test_a_thousand_mixed_steps",
+    "test_steps_of_a_llama_shape",
+)
+"""In names of tests that compile models or many kernels: after the cheap ones, before those that
+fill the gaps at the end."""
 BUILT_FIRST = ("flashinfer", "xqa")
 """In names of tests whose modules nvcc builds beside the others, so that they come last."""
 ROOM_S = 60.0
@@ -43,16 +53,20 @@ def among(item: pytest.Item, names: tuple[str, ...]) -> bool:
 
 @functools.cache
 def versions() -> dict[str, Any]:
-    """What the figures were made with. The commit is that of the checkout, or $COMMIT where git has none."""
+    """What the figures were made with. The commit is that of the checkout, or $COMMIT where git has
+    none."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     packages = sorted({v for k in all_kernels() for v in k.versions() if not v.endswith("==None")})
     return {
-        "commit": os.environ.get("COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
+        "commit": os.environ.get("COMMIT")
+        or (git.stdout.strip() if git.returncode == 0 else "unknown"),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "target": str(Target.of(torch.device("cuda", 0))) if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
-        "triton": next((p.partition("==")[2] for p in packages if p.startswith("triton==")), "none"),
+        "triton": next(
+            (p.partition("==")[2] for p in packages if p.startswith("triton==")), "none"
+        ),
         "cuda": torch.version.cuda,
         "packages": packages,
         "code": digests(all_kernels()),
@@ -63,7 +77,10 @@ class Part:
     """The hooks of one process."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.journal, self.folder = Journal(Path(environ["GPU_TEST_JOURNAL"])), Path(environ["GPU_TEST_FOLDER"])
+        self.journal, self.folder = (
+            Journal(Path(environ["GPU_TEST_JOURNAL"])),
+            Path(environ["GPU_TEST_FOLDER"]),
+        )
         self.until, self.alone = float(environ["GPU_TEST_UNTIL"]), environ["GPU_TEST_ALONE"] == "1"
         self.results: dict[str, dict[str, Any]] = {}
         self.failed_since = False
@@ -77,8 +94,11 @@ class Part:
         return True
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item], config: pytest.Config) -> None:
-        """Leave what measures to the process of its own, and what has ended to the earlier parts; order the rest."""
+    def pytest_collection_modifyitems(
+        self, items: list[pytest.Item], config: pytest.Config
+    ) -> None:
+        """Leave what measures to the process of its own, and what has ended to the earlier parts;
+        order the rest."""
         alone = [item.nodeid for item in items if item.get_closest_marker("alone")]
         if self.take("collected"):
             self.journal.add(collected=[item.nodeid for item in items], alone=alone)
@@ -86,7 +106,9 @@ class Part:
         self.journal.add(ready=os.getpid())
         ended = Pass.of(self.journal.records()).ended
         mine = [i for i in items if (i.nodeid in alone) == self.alone and i.nodeid not in ended]
-        mine.sort(key=lambda i: (among(i, BUILT_FIRST), among(i, LONG)))  # cheap ones first: a first part says the most
+        mine.sort(
+            key=lambda i: (among(i, BUILT_FIRST), among(i, LONG))
+        )  # cheap ones first: a first part says the most
         kept = set(mine)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = mine
@@ -97,8 +119,11 @@ class Part:
             self.journal.add(broken=f"{report.nodeid}: {report.longreprtext[-3000:]}")
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Run the test, or pass it over: one that another process has taken is no test of this one."""
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
+        """Run the test, or pass it over: one that another process has taken is no test of this
+        one."""
         session = item.session
         if self.failed_since and not _answers():
             # Every test would fail at once, and be taken from those who can run it.
@@ -117,14 +142,21 @@ class Part:
             self.journal.add(begun=item.nodeid, pid=os.getpid())
             return None
         # The test before it left standing what this one needs, of which the next may need nothing.
-        call = pytest.CallInfo.from_call(lambda: session._setupstate.teardown_exact(nextitem), "teardown")
+        call = pytest.CallInfo.from_call(
+            lambda: session._setupstate.teardown_exact(nextitem), "teardown"
+        )
         if call.excinfo is not None:
-            item.ihook.pytest_runtest_logreport(report=item.ihook.pytest_runtest_makereport(item=item, call=call))
+            item.ihook.pytest_runtest_logreport(
+                report=item.ihook.pytest_runtest_makereport(item=item, call=call)
+            )
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write a test's record when its last phase is over. A failure is written at once: the process may not live to that."""
-        result = self.results.setdefault(report.nodeid, {"outcome": PASSED, "seconds": 0.0, "reason": "", "found": {}})
+        """Write a test's record when its last phase is over. A failure is written at once: the
+        process may not live to that."""
+        result = self.results.setdefault(
+            report.nodeid, {"outcome": PASSED, "seconds": 0.0, "reason": "", "found": {}}
+        )
         result["seconds"] = round(result["seconds"] + report.duration, 2)
         result["found"] = dict(report.user_properties).get("found", {})
         if report.failed:

@@ -14,7 +14,9 @@ WIDTH = 256
 MODELS = {
     "own": lambda: nn.Sequential(*(Layer(width=WIDTH) for _ in range(2))),
     "encoder": lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+        nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, dropout=0.0, batch_first=True),
+        2,
+        enable_nested_tensor=False,
     ),
 }
 
@@ -39,6 +41,8 @@ def test_forward_and_backward(name: str, how: str) -> None:
         got = run(torch.compile(model, fullgraph=True) if how == "compiled" else model)
         got_grads = grads(model, got.float().square().mean())
     largest = max(float(grad.abs().max()) for grad in want_grads.values())
-    worst = max(float((got_grads[n] - grad).abs().max()) for n, grad in want_grads.items()) / largest
+    worst = (
+        max(float((got_grads[n] - grad).abs().max()) for n, grad in want_grads.items()) / largest
+    )
     assert worst < 1e-1
     assert float((got - want).detach().abs().max() / want.detach().abs().max()) < 2e-2

@@ -1,4 +1,5 @@
-"""torch's own FlashAttention-2 on a real GPU: what the wrap of its dense and packed calls relies on, gradients included."""
+"""torch's own FlashAttention-2 on a real GPU: what the wrap of its dense and packed calls relies
+on, gradients included."""
 
 import pytest
 import torch
@@ -24,16 +25,34 @@ def checked(call: Call) -> None:
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), HEADS)
-def test_windows(q_heads: int, kv_heads: int, dim: int, causal: bool, window: tuple[int, int]) -> None:
-    f = Features(dtype=BF16, head_dim=dim, q_heads=q_heads, kv_heads=kv_heads, causal=causal, window=window, lse=True)
+def test_windows(
+    q_heads: int, kv_heads: int, dim: int, causal: bool, window: tuple[int, int]
+) -> None:
+    f = Features(
+        dtype=BF16,
+        head_dim=dim,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        causal=causal,
+        window=window,
+        lse=True,
+    )
     for lengths in (RAGGED, *(ODD if causal and window == (-1, -1) else ())):
         for padding in ((0, 0), (3, 70)):
-            checked(make_call("varlen_attention", Source(dim, "cuda"), *lengths, f, padding=padding))
+            checked(
+                make_call("varlen_attention", Source(dim, "cuda"), *lengths, f, padding=padding)
+            )
     for sizes in DENSE if window in WINDOWS[:3] else ():
         if causal or window == (-1, -1) or sizes[1] <= sizes[2]:  # it refuses the others
             checked(make_call("attention", Source(1, "cuda"), *sizes, f))
 
 
 def test_rows_that_do_not_start_at_16_bytes() -> None:
-    call = make_call("attention", Source(1, "cuda"), 2, 50, 50, Features(dtype=BF16, head_dim=64, causal=True))
-    checked(call.map(lambda n, t: torch.cat([t, t[..., :1]], -1)[..., :-1] if n in ("query", "value") else t))
+    call = make_call(
+        "attention", Source(1, "cuda"), 2, 50, 50, Features(dtype=BF16, head_dim=64, causal=True)
+    )
+    checked(
+        call.map(
+            lambda n, t: torch.cat([t, t[..., :1]], -1)[..., :-1] if n in ("query", "value") else t
+        )
+    )

@@ -1,4 +1,5 @@
-"""Captures that fail, and captures beside other threads, on a real GPU: what they leave behind, and what they take from others."""
+"""Captures that fail, and captures beside other threads, on a real GPU: what they leave behind, and
+what they take from others."""
 
 import threading
 import time
@@ -27,7 +28,8 @@ pytestmark = [
 ]
 
 CALLS = 8
-"""Calls of generate() after which what is tried again has succeeded: three for the steps, and as many for the tail."""
+"""Calls of generate() after which what is tried again has succeeded: three for the steps, and as
+many for the tail."""
 BIG = 2 * 2**30
 """Bytes that must come back to the driver."""
 
@@ -53,15 +55,25 @@ def model_of(seed: int) -> Any:
 
 
 def generated(model: Any) -> Tensor:
-    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(1), device="cpu").cuda()
-    found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    ids = torch.randint(
+        2, 90, (2, 9), generator=torch.Generator().manual_seed(1), device="cpu"
+    ).cuda()
+    found: Tensor = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=8,
+        min_new_tokens=8,
+        do_sample=False,
+    )
     return found
 
 
 def checked(model: Any, want: Tensor, handle: Any) -> tuple[str, ...]:
     """Generate, and return what that took."""
     got, took = generated(model), handle.took
-    assert torch.equal(got, want), f"\ngot {got.tolist()}\nwant {want.tolist()}\ntook {took}\n{handle.report()}"
+    assert torch.equal(got, want), (
+        f"\ngot {got.tolist()}\nwant {want.tolist()}\ntook {took}\n{handle.report()}"
+    )
     return took.cache, took.decode, took.why, took.loop
 
 
@@ -82,7 +94,10 @@ def check_memory() -> None:
     del x
     torch.cuda.empty_cache()
     after = torch.cuda.memory_reserved()
-    assert after - before < BIG // 4, f"{before} bytes reserved before, {after} after\n{torch.cuda.memory_summary(abbreviated=True)}"
+    assert after - before < BIG // 4, (
+        f"{before} bytes reserved before, {after} "
+        f"after\n{torch.cuda.memory_summary(abbreviated=True)}"
+    )
 
 
 def check_captures(seed: int = 5) -> None:
@@ -95,7 +110,8 @@ def check_captures(seed: int = 5) -> None:
 
 @contextmanager
 def beside(run: Callable[[], None]) -> Iterator[list[str]]:
-    """Call `run` again and again in a thread, until the block ends. Yields the errors of that thread."""
+    """Call `run` again and again in a thread, until the block ends. Yields the errors of that
+    thread."""
     errors: list[str] = []
     ends, began = threading.Event(), threading.Event()
 
@@ -136,8 +152,11 @@ def test_a_model_that_synchronises_in_its_forward() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_captures_that_another_thread_invalidates(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait for the whole device, in the midst of the first captures. They are tried again, and pages and graphs stay."""
+def test_captures_that_another_thread_invalidates(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait for the whole device, in the midst of the first captures. They are tried again, and
+    pages and graphs stay."""
     model, left, real = model_of(3), [times], CudaGraphs.begin
     want = generated(model)
 
@@ -164,7 +183,8 @@ def test_captures_that_another_thread_invalidates(times: int, monkeypatch: pytes
 
 
 def test_a_thread_that_synchronises_all_the_time() -> None:
-    """Captures may fail for as long as it does. Tokens are right meanwhile, and graphs come after release()."""
+    """Captures may fail for as long as it does. Tokens are right meanwhile, and graphs come after
+    release()."""
     model = model_of(4)
     want = generated(model)
     with attnops.patch(model) as handle:
@@ -234,7 +254,8 @@ def test_captures_draw_nothing() -> None:
 
 
 def test_a_step_that_draws_is_captured_all_the_same() -> None:
-    """Whether it says so or not. Its replays follow the generator, also after a capture that failed."""
+    """Whether it says so or not. Its replays follow the generator, also after a capture that
+    failed."""
     fails = [False]
 
     def step(x: Tensor) -> Tensor:
@@ -247,7 +268,16 @@ def test_a_step_that_draws_is_captured_all_the_same() -> None:
     for draws in (True, False):
         fails[0] = False
         ours, other = (
-            breakable(step, Buckets(decode=(4,)), batch=None, tokens=(), requests=("x",), returns="requests", draws=draws) for _ in range(2)
+            breakable(
+                step,
+                Buckets(decode=(4,)),
+                batch=None,
+                tokens=(),
+                requests=("x",),
+                returns="requests",
+                draws=draws,
+            )
+            for _ in range(2)
         )
         ours(x=x)
         fails[0] = True
@@ -271,6 +301,8 @@ def test_the_capture_stream_is_not_one_that_others_get() -> None:
     stream = capture_stream(torch.cuda.current_device())
     assert isinstance(stream, torch.cuda.ExternalStream), "the driver made no stream"
     assert stream is capture_stream(torch.cuda.current_device())
-    others = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(40)}
+    others = {
+        torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(40)
+    }
     assert stream.cuda_stream not in {*others, torch.cuda.default_stream().cuda_stream}
     check_captures(10)

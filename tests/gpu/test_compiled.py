@@ -1,4 +1,5 @@
-"""On a real GPU: what `explain` says is what a compiled model runs, and an import does not touch the device."""
+"""On a real GPU: what `explain` says is what a compiled model runs, and an import does not touch
+the device."""
 
 import torch
 
@@ -15,5 +16,8 @@ def test_explain_here_agrees_with_the_code() -> None:
 
 
 def test_import_leaves_cuda_and_flashinfer_alone() -> None:
-    code = "import sys, torch, attnops; attnops.ops.plan_sizes; print(torch.cuda.is_initialized(), 'flashinfer' in sys.modules)"
+    code = (
+        "import sys, torch, attnops; attnops.ops.plan_sizes; "
+        "print(torch.cuda.is_initialized(), 'flashinfer' in sys.modules)"
+    )
     assert fresh_process(code).strip() == "False False"

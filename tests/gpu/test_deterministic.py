@@ -1,4 +1,5 @@
-"""Deterministic policies on a GPU: bits of requests alone, among mates, and beside a long prompt, for every kernel that may be chosen."""
+"""Deterministic policies on a GPU: bits of requests alone, among mates, and beside a long prompt,
+for every kernel that may be chosen."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,17 @@ FEATURES = {
 }
 QUERIES = (1, 1, 300, 1, 3, 1, 2100, 1, 9, 65, 1, 7)
 LENGTHS = (900, 17, 1400, 4000, 31, 1, 2100, 5000, 777, 129, 513, 7)
-GROUPS = [(3, 1, 9, 7), (0,), (5,), (7,), (6,), (7, 6), (4, 8, 11), (2, 10), tuple(reversed(range(12)))]
+GROUPS = [
+    (3, 1, 9, 7),
+    (0,),
+    (5,),
+    (7,),
+    (6,),
+    (7, 6),
+    (4, 8, 11),
+    (2, 10),
+    tuple(reversed(range(12))),
+]
 ROWS = [(3, 1, 9, 7), (0,), (11,), (5, 6)]
 
 
@@ -60,7 +71,11 @@ BATCHES: dict[str, tuple[Any, ...]] = {
 RANGES = {"kv_start": range(12), "kv_end": range(700, 712), "index": torch.int32}
 LATENT, SLASHED = replace(DEEPSEEK, lse=True), replace(LLAMA, q_heads=4, kv_heads=2, causal=False)
 MERGED = [(3,), (63,), (1, 5, 9), tuple(range(40))]
-GROUPS_OF = {"merge_state": MERGED, "merge_states": MERGED, "sparse_mla_attention": [(0,), (4,), (7, 1), (2, 3, 5), tuple(range(8))[::-1]]}
+GROUPS_OF = {
+    "merge_state": MERGED,
+    "merge_states": MERGED,
+    "sparse_mla_attention": [(0,), (4,), (7, 1), (2, 3, 5), tuple(range(8))[::-1]],
+}
 LISTED = ((200, 1, 128, 0, 256, 77, 256, 3), 256, (40, 64))
 OTHERS: dict[str, tuple[Any, ...]] = {
     "mla_attention.16 heads": (QUERIES, LENGTHS, 64, LATENT),
@@ -76,7 +91,11 @@ GIVEN: dict[str, dict[str, Any]] = {
     "vertical_slash_attention": {"verticals": 40, "slashes": 10},
     "sparse_mla_attention.128 heads": {"lengths": True},
 }
-COMPILED_FOR: dict[str, tuple[str, ...]] = {"flex": ("llama", "mask"), "flashinfer": ("llama",), "fa4": ("llama", "d64", "d256", "window")}
+COMPILED_FOR: dict[str, tuple[str, ...]] = {
+    "flex": ("llama", "mask"),
+    "flashinfer": ("llama",),
+    "fa4": ("llama", "d64", "d256", "window"),
+}
 
 
 def check(call: Call, groups: list[tuple[int, ...]], name: str | None) -> None:
@@ -89,11 +108,15 @@ def check(call: Call, groups: list[tuple[int, ...]], name: str | None) -> None:
 
 
 def by_kernel(batches: Iterable[str]) -> list[tuple[str, str, str | None]]:
-    """Of each batch, its op and the kernels that it is run by: the automatic choice, and every one that it may fall on."""
+    """Of each batch, its op and the kernels that it is run by: the automatic choice, and every one
+    that it may fall on."""
     found: list[tuple[str, str, str | None]] = []
     for batch in batches:
         op = batch.partition(".")[0]
-        found += [(batch, op, name) for name in (None, *(k.name for k in all_kernels() if k.invariant and k.op == op))]
+        found += [
+            (batch, op, name)
+            for name in (None, *(k.name for k in all_kernels() if k.invariant and k.op == op))
+        ]
     return found
 
 
@@ -113,7 +136,11 @@ def test_attention(batch: str, op: str, name: str | None, features: str) -> None
 
 @pytest.mark.parametrize(("batch", "op", "name"), by_kernel(OTHERS))
 def test_other_ops(batch: str, op: str, name: str | None) -> None:
-    check(make_call(op, source(), *OTHERS[batch], **GIVEN.get(batch, {})), GROUPS_OF.get(op, GROUPS), name)
+    check(
+        make_call(op, source(), *OTHERS[batch], **GIVEN.get(batch, {})),
+        GROUPS_OF.get(op, GROUPS),
+        name,
+    )
 
 
 GRADIENTS = ("llama", "d64", "window", "softcap")
@@ -125,11 +152,15 @@ MORE = {
 BACKWARD = [
     (op, name)
     for op in ("attention", "varlen_attention")
-    for name in (None, *(n for n in kernels_of(f"{op}_backward") if n != "reference"))  # its products want a setting of cuBLAS
+    for name in (
+        None,
+        *(n for n in kernels_of(f"{op}_backward") if n != "reference"),
+    )  # its products want a setting of cuBLAS
 ]
 RUNS = 5
 BY_FA4 = {("varlen_attention", "both sides")}
-"""What `fa4` alone takes under the policy: see docs/kernels.md. Without it the forward has no kernel."""
+"""What `fa4` alone takes under the policy: see docs/kernels.md. Without it the forward has no
+kernel."""
 
 
 def trained(op: str, features: Features) -> Call:
@@ -139,15 +170,30 @@ def trained(op: str, features: Features) -> Call:
     return make_call(op, source(), QUERIES, LENGTHS, f, padding=(0, 0))
 
 
-def gradients(call: Call, chosen: Sequence[int], name: str | None, policy: str = POLICY) -> dict[str, torch.Tensor]:
-    """Of query, key, value and sinks, of these requests. name: the kernel of the gradient. Each query's output has a weight of its own."""
+def gradients(
+    call: Call, chosen: Sequence[int], name: str | None, policy: str = POLICY
+) -> dict[str, torch.Tensor]:
+    """Of query, key, value and sinks, of these requests. name: the kernel of the gradient. Each
+    query's output has a weight of its own."""
     given = only(call, list(chosen)).arguments
-    inputs = {n: given[n].detach().requires_grad_() for n in ("query", "key", "value", "sinks") if n in given}
+    inputs = {
+        n: given[n].detach().requires_grad_()
+        for n in ("query", "key", "value", "sinks")
+        if n in given
+    }
     if name is not None:
         policy = ";".join(filter(None, (f"kernel={call.op}_backward:{name}", policy)))
     output = getattr(torch.ops.attnops, call.op).default(**given | inputs, policy=policy)[0]
-    weight = torch.sin(call.arguments["query"].sum(-1, keepdim=True).float())[rows_of(call, chosen)].to(output.dtype)
-    return dict(zip(inputs, torch.autograd.grad(output, list(inputs.values()), weight.expand_as(output)), strict=True))
+    weight = torch.sin(call.arguments["query"].sum(-1, keepdim=True).float())[
+        rows_of(call, chosen)
+    ].to(output.dtype)
+    return dict(
+        zip(
+            inputs,
+            torch.autograd.grad(output, list(inputs.values()), weight.expand_as(output)),
+            strict=True,
+        )
+    )
 
 
 @contextmanager
@@ -169,11 +215,17 @@ def test_gradients(op: str, name: str | None, features: str) -> None:
     with skipping(name is not None):
         whole = gradients(call, range(12), name)
     for chosen in ((5,), (6,), (6, 7), (3, 1, 9)):
-        keys = rows_of(call, chosen) if op == "attention" else within(call.arguments["cu_seqlens_k"], chosen)
+        keys = (
+            rows_of(call, chosen)
+            if op == "attention"
+            else within(call.arguments["cu_seqlens_k"], chosen)
+        )
         grads = gradients(call, chosen, name)
         for n, rows in {"query": rows_of(call, chosen), "key": keys, "value": keys}.items():
             assert not grads[n].isnan().any()
-            assert torch.equal(whole[n][rows], grads[n]), f"gradients of the {n}s of requests {chosen} differ when they are alone"
+            assert torch.equal(whole[n][rows], grads[n]), (
+                f"gradients of the {n}s of requests {chosen} differ when they are alone"
+            )
 
 
 @pytest.fixture
@@ -184,13 +236,17 @@ def flag(request: pytest.FixtureRequest) -> Iterator[bool]:
     torch.use_deterministic_algorithms(False)
 
 
-FLAGS = [*((False, f) for f in (*GRADIENTS, "d256", *MORE)), *((True, f) for f in (*GRADIENTS, *MORE))]
+FLAGS = [
+    *((False, f) for f in (*GRADIENTS, "d256", *MORE)),
+    *((True, f) for f in (*GRADIENTS, *MORE)),
+]
 
 
 @pytest.mark.parametrize(("flag", "features"), FLAGS, indirect=["flag"])
 @pytest.mark.parametrize(("op", "name"), BACKWARD)
 def test_gradients_of_every_run(op: str, name: str | None, features: str, flag: bool) -> None:
-    """Under a policy, and where torch asks for equal bits; those of sinks included, which are sums over the whole batch."""
+    """Under a policy, and where torch asks for equal bits; those of sinks included, which are sums
+    over the whole batch."""
     call = trained(op, (FEATURES | MORE)[features])
     absent = bool(kernels_of(op)["fa4"].absences(call.problem.target))
     with skipping(flag or name is not None or (absent and (op, features) in BY_FA4)):
@@ -208,8 +264,11 @@ def every_run(call: Call, chosen: Sequence[int], name: str | None, policy: str) 
 
 @pytest.mark.parametrize("flag", [True], indirect=True)
 def test_a_long_causal_sequence_where_torch_asks_for_equal_bits(flag: bool) -> None:
-    """1x8192, 32/8 heads: cudnn, the fastest of some sizes, gave another dq in each of five runs."""
-    every_run(make_call("attention", source(), 1, 8192, 8192, replace(LLAMA, lse=False)), (0,), None, "")
+    """1x8192, 32/8 heads: cudnn, the fastest of some sizes, gave another dq in each of five
+    runs."""
+    every_run(
+        make_call("attention", source(), 1, 8192, 8192, replace(LLAMA, lse=False)), (0,), None, ""
+    )
 
 
 def bits(kernel: Kernel, given: Call) -> list[torch.Tensor]:
@@ -217,11 +276,15 @@ def bits(kernel: Kernel, given: Call) -> list[torch.Tensor]:
     call = equip(kernel, given.map(lambda n, x: x.clone() if n in given.mutated else x))
     returned = kernel.run(call.record)
     results = tree_leaves((returned, [call.arguments[n] for n in call.mutated if n != "workspace"]))
-    return [x.contiguous().flatten().view(torch.uint8) for x in results if isinstance(x, torch.Tensor)]
+    return [
+        x.contiguous().flatten().view(torch.uint8) for x in results if isinstance(x, torch.Tensor)
+    ]
 
 
 @pytest.mark.parametrize("flag", [True], indirect=True)
-@pytest.mark.parametrize("kernel", [k for k in all_kernels() if k.name != "reference"], ids=lambda k: f"{k.op}.{k.name}")
+@pytest.mark.parametrize(
+    "kernel", [k for k in all_kernels() if k.name != "reference"], ids=lambda k: f"{k.op}.{k.name}"
+)
 def test_every_kernel_that_promises_equal_bits(kernel: Kernel, flag: bool) -> None:
     """The first cases of the grid that it takes, `RUNS` times each."""
     cases = (case.build(Source(seed, "cuda")) for seed, case in enumerate(CASES[kernel.op]))
@@ -241,7 +304,9 @@ def test_paddings_of_a_dense_batch(features: str, queries: int) -> None:
     given = make_call("attention", source(), 2, queries, 700, FEATURES[features])
     found = []
     for before, after in ((0, 0), (64, 0), (13, 100), (0, 500)):
-        changed = {n: pad(given.arguments[n], (0, 0, 0, 0, before, after)) for n in ("key", "value")}
+        changed = {
+            n: pad(given.arguments[n], (0, 0, 0, 0, before, after)) for n in ("key", "value")
+        }
         if after:
             changed["kv_end"] = torch.full((2,), before + 700, dtype=torch.int32, device="cuda")
         if before:

@@ -20,7 +20,8 @@ def two_gpus() -> None:
 
 
 def taken(kernel: Kernel, device: str) -> Call:
-    """The first case of the grid that the kernel takes; skips with the last reasons where it takes none."""
+    """The first case of the grid that the kernel takes; skips with the last reasons where it takes
+    none."""
     why: tuple[Refusal, ...] = ()
     for seed, case in enumerate(CASES[kernel.op]):
         call = case.build(Source(seed, device))

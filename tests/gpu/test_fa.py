@@ -1,4 +1,5 @@
-"""FlashAttention-3 and 4 on a real SM90, beyond the grid: what runs beside the vendor's kernel, and captures of what compiles itself."""
+"""FlashAttention-3 and 4 on a real SM90, beyond the grid: what runs beside the vendor's kernel, and
+captures of what compiles itself."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,10 +48,43 @@ def vendors(call: Call) -> Callable[[], Any]:
     """The wheel's op called directly for a paged call."""
     t, (fwd, tail), none = call.arguments, wheel.raw_op(), None
     args = (
-        t["query"], t["k_pages"], t["v_pages"], none, none, none, t["output"], t["cu_seqlens_q"], none, none, none, t["seq_lens"],
-        t["max_seqlen_q"], none, t["page_table"], none, none, none, none, none, none, none, none, t["scale"], True, -1, -1, 0, 0.0, False,
-        none, 0, none, 0, none, *tail,
-    )  # fmt: skip
+        t["query"],
+        t["k_pages"],
+        t["v_pages"],
+        none,
+        none,
+        none,
+        t["output"],
+        t["cu_seqlens_q"],
+        none,
+        none,
+        none,
+        t["seq_lens"],
+        t["max_seqlen_q"],
+        none,
+        t["page_table"],
+        none,
+        none,
+        none,
+        none,
+        none,
+        none,
+        none,
+        none,
+        t["scale"],
+        True,
+        -1,
+        -1,
+        0,
+        0.0,
+        False,
+        none,
+        0,
+        none,
+        0,
+        none,
+        *tail,
+    )
     return lambda: fwd(*args)
 
 
@@ -58,7 +92,13 @@ def layers_of(call: Call, kernel: str, count: int) -> Callable[..., torch.Tensor
     """As many calls in a row as a model has layers."""
     t = call.arguments
     given = [t[n] for n in ("k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")]
-    more: dict[str, Any] = {"max_seqlen_q": t["max_seqlen_q"], "scale": t["scale"], "padded": False, "holes": False, "kernel": kernel}
+    more: dict[str, Any] = {
+        "max_seqlen_q": t["max_seqlen_q"],
+        "scale": t["scale"],
+        "padded": False,
+        "holes": False,
+        "kernel": kernel,
+    }
 
     def layers(query: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
         for _ in range(count):
@@ -80,15 +120,23 @@ def test_a_compiled_step_adds_no_kernel(fa3: Kernel) -> None:
     call = paged(*COMPARED["decode_8x4096"])
     with torch.no_grad():
         compiled = torch.compile(layers_of(call, "fa3", 4), fullgraph=True)
-        ours, direct = kernels_in(lambda: compiled(call.arguments["query"])), kernels_in(vendors(call))
+        ours, direct = (
+            kernels_in(lambda: compiled(call.arguments["query"])),
+            kernels_in(vendors(call)),
+        )
     assert sorted(ours) == sorted(direct * 4)
 
 
 def test_fa4_says_what_a_capture_wants_and_runs_after_it(fa4: Kernel) -> None:
-    call = paged((1, 1), (300, 20), replace(LLAMA, head_dim=112))  # of no other test, so not compiled yet
+    call = paged(
+        (1, 1), (300, 20), replace(LLAMA, head_dim=112)
+    )  # of no other test, so not compiled yet
     made._kinds().clear()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(NotCompiled, match="while a CUDA graph is captured"), torch.cuda.graph(graph):
+    with (
+        pytest.raises(NotCompiled, match="while a CUDA graph is captured"),
+        torch.cuda.graph(graph),
+    ):
         fa4.run(call.record)
     torch.cuda.synchronize()
     graph, _ = captured(lambda: fa4.run(call.record))

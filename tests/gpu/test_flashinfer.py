@@ -1,4 +1,5 @@
-"""FlashInfer on a real GPU, beyond the grid: signatures, long contexts, and captured graphs that follow new plans.
+"""FlashInfer on a real GPU, beyond the grid: signatures, long contexts, and captured graphs that
+follow new plans.
 
 Build the modules first, side by side: `python3 -m tests.gpu.flashinfer_modules`.
 """
@@ -23,14 +24,19 @@ from tests.checks import right
 from tests.gpu.helpers import captured, need
 from tests.standins import flashinfer_modules as standin, flashinfer_planners as planners
 
-pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("flashinfer") is None, reason="flashinfer is not installed"
+)
 
 BF16 = torch.bfloat16
 PAGED = kernels_of("paged_attention")["flashinfer"]
 D64 = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
 D128 = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=4, causal=True, lse=True)
 SINKS = replace(D64, window=(31, -1), sinks=torch.float32)
-hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="FA3 needs SM90")
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="FA3 needs SM90",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +49,7 @@ def paged(f, q_lens=(1, 4, 0, 2), seq_lens=(6, 4, 0, 21), page=16, seed=0, **mor
     return make_call("paged_attention", Source(seed, "cuda"), q_lens, seq_lens, page, f, **more)
 
 
-# The truth about the foreign functions --------------------------------------------------------------------------------
+# The truth about the foreign functions ------------------------------------------------------------
 
 
 def parameters(function: Any) -> list[str]:
@@ -73,7 +79,9 @@ def cpp_parameters(file: str, name: str) -> list[str]:
 )
 def test_the_planners_take_what_the_standins_take(file, name, ours):
     want = cpp_parameters(file, name)
-    if want[-1] == "ADDITIONAL_FUNC_PARAMS":  # a macro after enable_pdl: the variant's own, here those of the sink
+    if (
+        want[-1] == "ADDITIONAL_FUNC_PARAMS"
+    ):  # a macro after enable_pdl: the variant's own, here those of the sink
         want[-1:] = ["enable_pdl", "sink", "sm_scale"]
     assert parameters(ours) == want
 
@@ -87,27 +95,61 @@ def test_the_modules_functions_take_what_the_standins_take():
     assert parameters(sink) == parameters(standin.gen_batch_prefill_attention_sink_module)
     for name in ("get_batch_decode_module", "get_batch_prefill_module"):
         real = getattr(import_module(f"flashinfer.{name.split('_')[2]}"), name)
-        assert str(inspect.signature(inspect.unwrap(real))) == str(inspect.signature(inspect.unwrap(getattr(standin, name))))
+        assert str(inspect.signature(inspect.unwrap(real))) == str(
+            inspect.signature(inspect.unwrap(getattr(standin, name)))
+        )
 
 
-# Numerics -------------------------------------------------------------------------------------------------------------
+# Numerics -----------------------------------------------------------------------------------------
 
 
 @hopper
 @pytest.mark.parametrize("f", [D128, D64], ids=["decode", "fa2"])
 def test_a_long_context_among_idle_requests_and_padding(f):
-    # More rows without keys than with: the planner of the CUDA-core kernel must leave blocks for them.
+    # More rows without keys than with: the planner of the CUDA-core kernel must leave blocks for
+    # them.
     right(PAGED, paged(f, (1,) * 20 + (1, 0, 1), [0] * 20 + [30000, 5, 8191], 16, padding=30))
 
 
-# Plans and graphs -----------------------------------------------------------------------------------------------------
+# Plans and graphs ---------------------------------------------------------------------------------
 
 STEPS = {
-    "decode": (D128, [((1,) * 4, lens) for lens in ((5, 700, 1, 33), (900, 1, 64, 0), (1000, 1000, 1000, 1000))]),
-    "decode_tensor_cores": (D64, [((1, 1, 0, 1), (5, 700, 1, 33)), ((1, 1, 1, 0), (900, 1, 64, 0)), ((0, 1, 1, 1), (1000,) * 4)]),
-    "few": (D64, [((3, 1, 0, 4), (5, 700, 1, 33)), ((1, 1, 1, 1), (900, 1, 64, 3)), ((0, 4, 2, 2), (1000,) * 4)]),
-    "many": (D64, [((130, 1, 0, 69), (500, 700, 1, 99)), ((1, 1, 1, 197), (900, 1, 64, 197)), ((50,) * 4, (1000,) * 4)]),
-    "many_sinks": (SINKS, [((130, 1, 0, 69), (500, 700, 1, 99)), ((1, 1, 1, 197), (900, 1, 64, 197)), ((50,) * 4, (1000,) * 4)]),
+    "decode": (
+        D128,
+        [((1,) * 4, lens) for lens in ((5, 700, 1, 33), (900, 1, 64, 0), (1000, 1000, 1000, 1000))],
+    ),
+    "decode_tensor_cores": (
+        D64,
+        [
+            ((1, 1, 0, 1), (5, 700, 1, 33)),
+            ((1, 1, 1, 0), (900, 1, 64, 0)),
+            ((0, 1, 1, 1), (1000,) * 4),
+        ],
+    ),
+    "few": (
+        D64,
+        [
+            ((3, 1, 0, 4), (5, 700, 1, 33)),
+            ((1, 1, 1, 1), (900, 1, 64, 3)),
+            ((0, 4, 2, 2), (1000,) * 4),
+        ],
+    ),
+    "many": (
+        D64,
+        [
+            ((130, 1, 0, 69), (500, 700, 1, 99)),
+            ((1, 1, 1, 197), (900, 1, 64, 197)),
+            ((50,) * 4, (1000,) * 4),
+        ],
+    ),
+    "many_sinks": (
+        SINKS,
+        [
+            ((130, 1, 0, 69), (500, 700, 1, 99)),
+            ((1, 1, 1, 197), (900, 1, 64, 197)),
+            ((50,) * 4, (1000,) * 4),
+        ],
+    ),
 }
 
 
@@ -119,13 +161,19 @@ def steps(name: str) -> list[Any]:
     for seed, (q_lens, lens) in enumerate(points):
         counts = [-(-n // 16) for n in lens]
         pages = Pages(spare=260 - sum(counts), wider=64 - max(counts))
-        out.append(paged(f, q_lens, lens, 16, seed, padding=tokens - sum(q_lens), pages=pages).with_(max_seqlen_q=longest))
+        out.append(
+            paged(f, q_lens, lens, 16, seed, padding=tokens - sum(q_lens), pages=pages).with_(
+                max_seqlen_q=longest
+            )
+        )
     return out
 
 
 def run_alone(kernel, call):
     """Its results, by a plan of its own."""
-    mine = planned(kernel, call.with_(**{n: torch.empty_like(call.arguments[n]) for n in call.writes}))
+    mine = planned(
+        kernel, call.with_(**{n: torch.empty_like(call.arguments[n]) for n in call.writes})
+    )
     kernel.run(mine.record)
     return [mine.arguments[n] for n in call.writes]
 
@@ -133,16 +181,23 @@ def run_alone(kernel, call):
 def latents() -> list[Any]:
     """As `steps`, of latent attention."""
     points, pages = (((1, 1, 1), (700, 5, 90), 0), ((1, 0, 1), (90, 700, 5), 1)), Pages(wider=4)
-    return [make_call("mla_attention", Source(more, "cuda"), q, k, 64, DEEPSEEK, more, pages=pages) for q, k, more in points]
+    return [
+        make_call("mla_attention", Source(more, "cuda"), q, k, 64, DEEPSEEK, more, pages=pages)
+        for q, k, more in points
+    ]
 
 
-REPLAYED = [*(("paged_attention.flashinfer", name) for name in STEPS), *((f"mla_attention.flashinfer_mla_fa{n}", "") for n in (2, 3))]
+REPLAYED = [
+    *(("paged_attention.flashinfer", name) for name in STEPS),
+    *((f"mla_attention.flashinfer_mla_fa{n}", "") for n in (2, 3)),
+]
 
 
 @hopper
 @pytest.mark.parametrize(("of", "name"), REPLAYED)
 def test_a_captured_run_follows_new_plans(of, name):
-    """Capture one call by hand; for every later step change lengths, tables and contents, plan again, replay, compare with eager."""
+    """Capture one call by hand; for every later step change lengths, tables and contents, plan
+    again, replay, compare with eager."""
     op, _, by = of.partition(".")
     kernel, calls = kernels_of(op)[by], steps(name) if name else latents()
     need(kernel, calls[0])
@@ -173,7 +228,9 @@ def test_plans_in_a_row_do_not_overtake_the_work_that_reads_them():
     busy = torch.randn(4096, 4096, device="cuda", dtype=BF16)
     got = []
     for call in calls * 4:
-        mine = planned(PAGED, call.with_(output=torch.empty_like(call.arguments["output"])), buffers=buffers)
+        mine = planned(
+            PAGED, call.with_(output=torch.empty_like(call.arguments["output"])), buffers=buffers
+        )
         for _ in range(4):
             busy = torch.nn.functional.normalize(busy @ busy)
         PAGED.run(mine.record)

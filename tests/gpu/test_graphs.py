@@ -1,4 +1,5 @@
-"""CUDA graphs on a real GPU: token-equal to eager over changing batches, without what others wrote, and of constant memory."""
+"""CUDA graphs on a real GPU: token-equal to eager over changing batches, without what others wrote,
+and of constant memory."""
 
 import random
 from collections import Counter
@@ -21,7 +22,16 @@ from attnops.kernels.flashinfer import attention as maker, modules
 from attnops.ops import paged_layers
 from tests.gpu.helpers import captured, need
 from tests.graphs import helpers
-from tests.graphs.models import BOUNDARY, HEADS, KV_HEADS, VOCAB, Decaying, boundary, decoder, paged_cache
+from tests.graphs.models import (
+    BOUNDARY,
+    HEADS,
+    KV_HEADS,
+    VOCAB,
+    Decaying,
+    boundary,
+    decoder,
+    paged_cache,
+)
 
 D, PAGE, LAYERS = 64, 16, 3
 BUCKETS = Buckets(decode=(1, 2, 4, 8), tokens=(64, 256), requests=8, verify=(4,))
@@ -30,13 +40,31 @@ Step = Callable[..., Tensor]
 
 
 class Pair(helpers.Pair):
-    """A model in graphs beside the same model without, over caches of NaN that are given the same requests."""
+    """A model in graphs beside the same model without, over caches of NaN that are given the same
+    requests."""
 
-    def __init__(self, mode: str, kernel: str | None = None, dtype: torch.dtype = torch.float32, buckets: Buckets = BUCKETS, **more: Any):
+    def __init__(
+        self,
+        mode: str,
+        kernel: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        buckets: Buckets = BUCKETS,
+        **more: Any,
+    ):
         boundary()
         self.model = decoder(LAYERS, kernel=kernel, head_dim=D).cuda().to(dtype)
         self.cache, self.twin = (
-            paged_cache(LAYERS, pages=160, requests=12, width=16, device="cuda", dtype=dtype, page=PAGE, head_dim=D) for _ in range(2)
+            paged_cache(
+                LAYERS,
+                pages=160,
+                requests=12,
+                width=16,
+                device="cuda",
+                dtype=dtype,
+                page=PAGE,
+                head_dim=D,
+            )
+            for _ in range(2)
         )
         self.step: Step
         if mode == "inductor":
@@ -61,10 +89,14 @@ class Pair(helpers.Pair):
         tokens = torch.randint(VOCAB, (mine.slots.shape[0],), device="cuda")
         with torch.no_grad():
             want = self.call(self.model, self.twin, tokens, self.prepare(theirs))
-            mine = mine if isinstance(self.step, Graphed) else self.prepare(mine)  # what is Graphed prepares it
+            mine = (
+                mine if isinstance(self.step, Graphed) else self.prepare(mine)
+            )  # what is Graphed prepares it
             return self.call(self.step, self.cache, tokens, mine).clone(), want
 
-    def agree(self, names: str | list[str], new: int | list[int] = 1, tolerance: float = 2e-3) -> None:
+    def agree(
+        self, names: str | list[str], new: int | list[int] = 1, tolerance: float = 2e-3
+    ) -> None:
         got, want = self.go(names, new)
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
         if got.dtype == torch.float32:
@@ -102,7 +134,14 @@ def test_state_beside_the_pages(mode: Callable[..., Graphed]) -> None:
     model = Decaying().cuda()
     model.state = model.state.cuda()
     want, given = model.state.clone(), torch.randn(4, 3, device="cuda")
-    step = mode(model, Buckets(tokens=(2, 4)), batch=None, tokens=("x",), state=(model.state, model.steps), check_every=2)
+    step = mode(
+        model,
+        Buckets(tokens=(2, 4)),
+        batch=None,
+        tokens=("x",),
+        state=(model.state, model.steps),
+        check_every=2,
+    )
     step.capture(given)
     assert torch.equal(model.state, want) and int(model.steps) == 0
     for steps in range(1, 5):
@@ -125,12 +164,15 @@ def test_bfloat16_and_both_paddings(mode: str, padding: Any) -> None:
 
 
 def planner_of(name: str, heads: int, kv_heads: int, dim: int) -> Planner:
-    spec = paged_layers(q_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=PAGE, dtype=torch.bfloat16)
+    spec = paged_layers(
+        q_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=PAGE, dtype=torch.bfloat16
+    )
     return Planner(spec, max_tokens=256, max_requests=8, max_pages=16, device="cuda", kernel=name)
 
 
 def bringing(name: str) -> Callable[[PagedBatch], PagedBatch] | None:
-    """A function that gives a batch the plan or the workspace that the kernel asks for; None: it asks for none."""
+    """A function that gives a batch the plan or the workspace that the kernel asks for; None: it
+    asks for none."""
     maker = kernels_of("plan_paged_attention").get(name)
     if maker is not None and maker.plan.sizes is not None:
         return planner_of(name, HEADS, KV_HEADS, D)
@@ -140,12 +182,21 @@ def bringing(name: str) -> Callable[[PagedBatch], PagedBatch] | None:
     return lambda batch: replace(batch, workspace=scratch)
 
 
-@pytest.mark.parametrize("name", [n for n in kernels_of("paged_attention") if n not in ("reference", BOUNDARY)])
+@pytest.mark.parametrize(
+    "name", [n for n in kernels_of("paged_attention") if n not in ("reference", BOUNDARY)]
+)
 def test_every_kernel_of_paged_attention(name: str) -> None:
-    """Forced by name, captured or between graphs as its `capture` says, with a plan where it reads one. Only another GPU is a reason."""
+    """Forced by name, captured or between graphs as its `capture` says, with a plan where it reads
+    one. Only another GPU is a reason."""
     need(kernels_of("paged_attention")[name])
     verify = () if name == "xqa" else (4,)  # one query a request
-    pair = Pair("breakable", name, torch.bfloat16, Buckets(decode=(2, 4), verify=verify), prepare=bringing(name))
+    pair = Pair(
+        "breakable",
+        name,
+        torch.bfloat16,
+        Buckets(decode=(2, 4), verify=verify),
+        prepare=bringing(name),
+    )
     try:
         pair.go("abcd", 1)
     except NoKernel as error:
@@ -161,7 +212,8 @@ def test_every_kernel_of_paged_attention(name: str) -> None:
 
 
 def test_a_compiled_model_on_one_flashinfer_plan_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graphs on both sides of every attention call, none skipped; each step plans once and follows its lengths and tables."""
+    """CUDA graphs on both sides of every attention call, none skipped; each step plans once and
+    follows its lengths and tables."""
     need(kernels_of("paged_attention")["flashinfer"])
     pair = Pair("inductor", "flashinfer", torch.bfloat16, prepare=bringing("flashinfer"))
     calls = Counter[str]()
@@ -183,7 +235,8 @@ def test_a_compiled_model_on_one_flashinfer_plan_a_step(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])
 @pytest.mark.parametrize("mode", ["piecewise", "breakable"])
 def test_canaries(mode: str, kernel: str | None) -> None:
-    """Pages that a batch does not own hold NaN before a step and nothing else after it, and none of it reaches the result."""
+    """Pages that a batch does not own hold NaN before a step and nothing else after it, and none of
+    it reaches the result."""
     pair = Pair(mode, kernel)
     pair.agree("abcdef", [9, 20, 31, 4, 5, 6])
     for name in "def":
@@ -196,7 +249,9 @@ def test_canaries(mode: str, kernel: str | None) -> None:
     tokens = torch.randint(VOCAB, (mine.slots.shape[0],), device="cuda")
     with torch.no_grad():
         want = pair.call(pair.model, pair.twin, tokens, theirs)
-        torch.testing.assert_close(pair.call(pair.step, pair.cache, tokens, mine), want, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(
+            pair.call(pair.step, pair.cache, tokens, mine), want, rtol=2e-3, atol=2e-3
+        )
     assert all(bool(pool[others].isnan().all()) for pool in helpers.pools(pair.cache))
 
 
@@ -230,10 +285,21 @@ def test_a_budget_is_kept() -> None:
 
 
 def test_a_capture_by_hand_runs_no_kernel_that_plans_on_the_host() -> None:
-    """A plan of the host would stay that of the capture: another kernel is chosen, and the graph follows lengths and tables."""
+    """A plan of the host would stay that of the capture: another kernel is chosen, and the graph
+    follows lengths and tables."""
     name, heads, kv_heads, dim = "flashinfer", 8, 2, 128
     need(kernels_of("paged_attention")[name])
-    cache = PagedCache(1, 64, PAGE, kv_heads, dim, max_requests=4, max_pages_per_request=16, dtype=torch.bfloat16, device="cuda")
+    cache = PagedCache(
+        1,
+        64,
+        PAGE,
+        kv_heads,
+        dim,
+        max_requests=4,
+        max_pages_per_request=16,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
     for pool in helpers.pools(cache):
         pool.normal_()
     ids = [cache.alloc(n) for n in (30, 100, 7, 1)]
@@ -243,9 +309,19 @@ def test_a_capture_by_hand_runs_no_kernel_that_plans_on_the_host() -> None:
 
     def call(batch: PagedBatch, kernel: str | None = None) -> Tensor:
         return attnops.paged_attention(
-            query, cache.k_pages[0], cache.v_pages[0], batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=1,
-            plan=batch.plan, workspace=batch.workspace, padded=False, holes=batch.holes, kernel=kernel,
-        )  # fmt: skip
+            query,
+            cache.k_pages[0],
+            cache.v_pages[0],
+            batch.page_table,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            max_seqlen_q=1,
+            plan=batch.plan,
+            workspace=batch.workspace,
+            padded=False,
+            holes=batch.holes,
+            kernel=kernel,
+        )
 
     def twice() -> Tensor:
         if torch.cuda.is_current_stream_capturing():
@@ -262,7 +338,12 @@ def test_a_capture_by_hand_runs_no_kernel_that_plans_on_the_host() -> None:
             static.page_table.copy_(after.page_table)
             static.seq_lens.copy_(after.seq_lens)
             graph.replay()
-            torch.testing.assert_close(out, call(replace(after, plan=None, workspace=None), "reference"), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(
+                out,
+                call(replace(after, plan=None, workspace=None), "reference"),
+                rtol=2e-2,
+                atol=2e-2,
+            )
 
 
 def test_a_replays_checks_neither_wait_for_the_device_nor_take_its_memory() -> None:

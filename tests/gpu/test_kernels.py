@@ -1,4 +1,5 @@
-"""Every kernel on a real GPU: numerics over the problem grid, opcheck, and proof that it may live in a CUDA graph."""
+"""Every kernel on a real GPU: numerics over the problem grid, opcheck, and proof that it may live
+in a CUDA graph."""
 
 import random
 from collections.abc import Iterable
@@ -30,17 +31,37 @@ def spread(kernels: Iterable[Kernel]) -> list[Any]:
     out = []
     for kernel in kernels:
         parts, name = shares(kernel), f"{kernel.op}.{kernel.name}"
-        out += [pytest.param(kernel, at, parts, id=f"{name}-{at + 1}of{parts}" if parts > 1 else name) for at in range(parts)]
+        out += [
+            pytest.param(kernel, at, parts, id=f"{name}-{at + 1}of{parts}" if parts > 1 else name)
+            for at in range(parts)
+        ]
     return out
 
 
-def run_share(kernel: Kernel, grid: str, cases: tuple[Case, ...], source: Any, part: int, parts: int, found: dict[str, Any]) -> None:
+def run_share(
+    kernel: Kernel,
+    grid: str,
+    cases: tuple[Case, ...],
+    source: Any,
+    part: int,
+    parts: int,
+    found: dict[str, Any],
+) -> None:
     """Run one share of the cases. source: makes the Source of a seed."""
     name = f"{kernel.op}.{kernel.name}"
     if absent := kernel.absences(Target.of(torch.device("cuda", 0))):
-        share = Share(refused=[f"{name}: {'; '.join(map(str, absent))}"] * (0 if part else len(cases)))
+        share = Share(
+            refused=[f"{name}: {'; '.join(map(str, absent))}"] * (0 if part else len(cases))
+        )
     else:
-        share = share_of(kernel, cases, source, part, parts, module_is_built if kernel.name == "flashinfer" else lambda *_: True)
+        share = share_of(
+            kernel,
+            cases,
+            source,
+            part,
+            parts,
+            module_is_built if kernel.name == "flashinfer" else lambda *_: True,
+        )
     calls = [(str(case), partial(case.build, source(seed))) for seed, case in share.cases]
     done = figures_of(kernel, calls, share.refused)
     found[grid] = {name: {**done, "left_out": sum(map(len, share.left_out.values()))}}
@@ -51,13 +72,26 @@ def run_share(kernel: Kernel, grid: str, cases: tuple[Case, ...], source: Any, p
 
 @pytest.mark.parametrize(("kernel", "part", "parts"), spread(all_kernels()))
 def test_numerics(kernel: Kernel, part: int, parts: int, found: dict[str, Any]) -> None:
-    run_share(kernel, "numerics", CASES[kernel.op], lambda seed: Source(seed, "cuda"), part, parts, found)
+    run_share(
+        kernel, "numerics", CASES[kernel.op], lambda seed: Source(seed, "cuda"), part, parts, found
+    )
 
 
 # `reference` is what the oracle runs, in float64.
-@pytest.mark.parametrize(("kernel", "part", "parts"), spread(k for k in all_kernels() if k.op in WIDE and k.name != "reference"))
+@pytest.mark.parametrize(
+    ("kernel", "part", "parts"),
+    spread(k for k in all_kernels() if k.op in WIDE and k.name != "reference"),
+)
 def test_numerics_at_size(kernel: Kernel, part: int, parts: int, found: dict[str, Any]) -> None:
-    run_share(kernel, "numerics_at_size", WIDE[kernel.op], lambda seed: DeviceSource(seed, "cuda"), part, parts, found)
+    run_share(
+        kernel,
+        "numerics_at_size",
+        WIDE[kernel.op],
+        lambda seed: DeviceSource(seed, "cuda"),
+        part,
+        parts,
+        found,
+    )
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -71,7 +105,8 @@ def test_opcheck(kernel: Kernel, found: dict[str, Any]) -> None:
 
 
 BLIND = "not implemented for 'Float8"
-"""What opcheck's own comparison says of float8 results; check_kernel looks for undeclared writes and aliasing too."""
+"""What opcheck's own comparison says of float8 results; check_kernel looks for undeclared writes
+and aliasing too."""
 
 
 def opcheck_all(op: Any, kernel: Kernel | None, found: dict[str, Any]) -> None:
@@ -79,7 +114,8 @@ def opcheck_all(op: Any, kernel: Kernel | None, found: dict[str, Any]) -> None:
     name, done, why = "default" if kernel is None else kernel.name, 0, ""
     for case in CASES[op.name]:
         call = case.call(seed=3, device="cuda")
-        # What the dispatcher is called with is checked; without any kernel for it there is no result to check.
+        # What the dispatcher is called with is checked; without any kernel for it there is no
+        # result to check.
         takers = [kernel] if kernel is not None else list(kernels_of(op.name).values())
         if all(refused := [refusals(k, call) for k in takers]):
             why = "; ".join(map(str, refused[0]))
@@ -87,7 +123,9 @@ def opcheck_all(op: Any, kernel: Kernel | None, found: dict[str, Any]) -> None:
         if kernel is not None:
             call = equip(kernel, call)
         with torch.no_grad():
-            checked = torch.library.opcheck(getattr(op.packet, name), call.args, call.kwargs, raise_exception=False)
+            checked = torch.library.opcheck(
+                getattr(op.packet, name), call.args, call.kwargs, raise_exception=False
+            )
         if kernel is not None and BLIND in str(checked["test_schema"]):
             check_kernel(kernel, call)
             checked["test_schema"] = "SUCCESS"
@@ -102,7 +140,10 @@ def opcheck_all(op: Any, kernel: Kernel | None, found: dict[str, Any]) -> None:
 
 def alike(one: Call, two: Call) -> bool:
     """Have they tensors of one form, and are all other arguments equal?"""
-    a, b = ({n: (x.shape, x.stride(), x.dtype) for n, x in call.tensors().items()} for call in (one, two))
+    a, b = (
+        {n: (x.shape, x.stride(), x.dtype) for n, x in call.tensors().items()}
+        for call in (one, two)
+    )
     return a == b and all(one.kwargs[n] == two.kwargs.get(n) for n in one.kwargs.keys() - a.keys())
 
 
@@ -130,7 +171,14 @@ def test_replays_follow_their_inputs(kernel: Kernel, found: dict[str, Any]) -> N
         graph.replay()
         torch.cuda.synchronize()
         for a, b in zip(tensors_of(out, held), want, strict=True):
-            torch.testing.assert_close(a.float(), b.float(), rtol=1e-3, atol=1e-3, equal_nan=True, msg=lambda m, c=case: f"{c}: {m}")
+            torch.testing.assert_close(
+                a.float(),
+                b.float(),
+                rtol=1e-3,
+                atol=1e-3,
+                equal_nan=True,
+                msg=lambda m, c=case: f"{c}: {m}",
+            )
         proven += 1
         if proven == 6:
             break
@@ -139,13 +187,18 @@ def test_replays_follow_their_inputs(kernel: Kernel, found: dict[str, Any]) -> N
         pytest.skip("no pair of cases with equal shapes on this GPU")
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.fused])
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.fused]
+)
 def test_compiled_in_place_keeps_the_contract(kernel: Kernel) -> None:
-    """What Inductor makes of torch ops that are lowered in place; integers must be the same to the last one."""
+    """What Inductor makes of torch ops that are lowered in place; integers must be the same to the
+    last one."""
     packet, policy = OPS[kernel.op].packet.default, f"kernel={kernel.op}:{kernel.name}"
 
     def run(call: Any) -> Any:
-        return torch.compile(lambda a, k: packet(*a, **k), fullgraph=True, dynamic=False)(*split(changed(call, policy=policy)))
+        return torch.compile(lambda a, k: packet(*a, **k), fullgraph=True, dynamic=False)(
+            *split(changed(call, policy=policy))
+        )
 
     compiled = replace(kernel, run=run, contract=2)
     cases = [c for c in CASES[kernel.op] if not refusals(kernel, c.build(Source(0, "cuda")))]

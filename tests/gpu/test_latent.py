@@ -1,4 +1,5 @@
-"""Latent attention on a real GPU: a compiled call beside the foreign one, and a schedule in a captured graph."""
+"""Latent attention on a real GPU: a compiled call beside the foreign one, and a schedule in a
+captured graph."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,15 @@ SCALE = 192**-0.5
 
 
 def batch(heads: int, requests: int = 64, length: int = 8192) -> Any:
-    call = make_call("mla_attention", Source(0, "cuda"), (1,) * requests, (64,) * requests, 64, replace(DEEPSEEK, q_heads=heads), padding=0)
+    call = make_call(
+        "mla_attention",
+        Source(0, "cuda"),
+        (1,) * requests,
+        (64,) * requests,
+        64,
+        replace(DEEPSEEK, q_heads=heads),
+        padding=0,
+    )
     pages = torch.randn(requests * length // 64, 64, 576, device="cuda", dtype=torch.bfloat16)
     table = torch.randperm(pages.shape[0], device="cuda").int().view(requests, -1)
     lens = torch.full((requests,), length, dtype=torch.int32, device="cuda")
@@ -31,21 +40,38 @@ def batch(heads: int, requests: int = 64, length: int = 8192) -> Any:
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_flashmla_compiled_is_the_foreign_call(heads: int, scheduled: bool) -> None:
-    """With a plan of pages alone, and with a schedule, which is the metadata that the foreign call is given."""
+    """With a plan of pages alone, and with a schedule, which is the metadata that the foreign call
+    is given."""
     call = batch(heads)
     need(kernels_of("mla_attention")["flashmla"], call)
     t = call.arguments
-    # Requests of other lengths than one another, and one without keys: a schedule of equal ones could be right by chance.
+    # Requests of other lengths than one another, and one without keys: a schedule of equal ones
+    # could be right by chance.
     lens = torch.linspace(0, 8192, 64, device="cuda").int().flip(0)
     query, cache = torch.cat([t["q_nope"], t["q_pe"]], -1), t["latent_pages"][:, :, None]
     tables = {**{n: t[n] for n in ("latent_pages", "page_table", "cu_seqlens_q")}, "seq_lens": lens}
-    plan = decode_rows(t["page_table"], lens, t["cu_seqlens_q"], num_tokens=64, q_heads=heads if scheduled else 0)
+    plan = decode_rows(
+        t["page_table"], lens, t["cu_seqlens_q"], num_tokens=64, q_heads=heads if scheduled else 0
+    )
     raw = sources.op("dense_decode_fwd")
-    tiles, splits = sources.op("get_mla_decoding_metadata")(lens, heads, 1, heads, False, None) if scheduled else (None, None)
+    tiles, splits = (
+        sources.op("get_mla_decoding_metadata")(lens, heads, 1, heads, False, None)
+        if scheduled
+        else (None, None)
+    )
 
     def layer(query: torch.Tensor) -> torch.Tensor:
         q_nope, q_pe = query[..., :512], query[..., 512:]
-        return mla_attention(q_nope, q_pe, **tables, plan=plan, holes=False, max_seqlen_q=1, scale=SCALE, kernel="flashmla")
+        return mla_attention(
+            q_nope,
+            q_pe,
+            **tables,
+            plan=plan,
+            holes=False,
+            max_seqlen_q=1,
+            scale=SCALE,
+            kernel="flashmla",
+        )
 
     def direct() -> Any:
         return raw(query[:, None], cache, 512, lens, t["page_table"], SCALE, False, tiles, splits)
@@ -53,12 +79,17 @@ def test_flashmla_compiled_is_the_foreign_call(heads: int, scheduled: bool) -> N
     with torch.no_grad():
         out = direct()[0]
         if scheduled:
-            # The kernel computes this schedule from the lengths by itself. The padding of an entry is not written.
-            _, _, own_tiles, own_splits = raw(query[:, None], cache, 512, lens, t["page_table"], SCALE, False, None, None)
+            # The kernel computes this schedule from the lengths by itself. The padding of an entry
+            # is not written.
+            _, _, own_tiles, own_splits = raw(
+                query[:, None], cache, 512, lens, t["page_table"], SCALE, False, None, None
+            )
             words = plan.shape[0] - 64 * (1 + t["page_table"].shape[1])
             given_tiles, given_splits = split(plan[:words], 64, heads)
             assert given_tiles.shape == own_tiles.shape == tiles.shape
-            assert torch.equal(given_tiles[:, :7], own_tiles[:, :7]) and torch.equal(given_splits, own_splits)
+            assert torch.equal(given_tiles[:, :7], own_tiles[:, :7]) and torch.equal(
+                given_splits, own_splits
+            )
         compiled = torch.compile(layer, fullgraph=True)
         got, code = compiled_code(lambda: compiled(query))
         assert kernel_calls(code) == ["mla_attention.flashmla"]
@@ -73,7 +104,9 @@ def test_a_schedule_made_in_a_captured_graph_follows_the_lengths() -> None:
     t = call.arguments
 
     def step() -> None:
-        plan = decode_rows(t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_tokens=8, q_heads=16)
+        plan = decode_rows(
+            t["page_table"], t["seq_lens"], t["cu_seqlens_q"], num_tokens=8, q_heads=16
+        )
         kernel.run(call.with_(holes=False, plan=plan).record)
 
     with torch.no_grad():

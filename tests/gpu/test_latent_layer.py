@@ -1,4 +1,5 @@
-"""LatentAttention on a real GPU: every kernel under it, both forms, captured decodes, a shared prefix, float8, no waiting."""
+"""LatentAttention on a real GPU: every kernel under it, both forms, captured decodes, a shared
+prefix, float8, no waiting."""
 
 import copy
 import re
@@ -25,8 +26,8 @@ DEVICE, E = "cuda", 512
 NEAR = 0.02
 """Norm of the difference over the norm, bfloat16."""
 FAR = 0.15
-"""The same of float8: query and latents are rounded by 0.03 in the root of the mean square, and scores, of which a softmax is made, are
-sums of their products with a spread of some units."""
+"""The same of float8: query and latents are rounded by 0.03 in the root of the mean square, and
+scores, of which a softmax is made, are sums of their products with a spread of some units."""
 FIRST, STEPS = (700, 65, 1, 300), ((1, 1, 1, 1), (1, 1, 1, 1), (4, 1, 2, 8))
 
 
@@ -35,8 +36,25 @@ KERNELS = [None, *kernels_of("mla_attention")]
 
 def layer(heads: int, kernel: str | None = None, **more: Any) -> LatentAttention:
     torch.manual_seed(3)
-    rope = RotaryEmbedding(64, 10000.0, scaling="yarn", factor=40.0, original_max_position=4096, mscale_all_dim=1.0, interleaved=True)
-    made = LatentAttention(E, heads, q_lora_rank=256, rope=rope, kernel=kernel, device=DEVICE, dtype=torch.bfloat16, **more)
+    rope = RotaryEmbedding(
+        64,
+        10000.0,
+        scaling="yarn",
+        factor=40.0,
+        original_max_position=4096,
+        mscale_all_dim=1.0,
+        interleaved=True,
+    )
+    made = LatentAttention(
+        E,
+        heads,
+        q_lora_rank=256,
+        rope=rope,
+        kernel=kernel,
+        device=DEVICE,
+        dtype=torch.bfloat16,
+        **more,
+    )
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:
@@ -47,24 +65,47 @@ def layer(heads: int, kernel: str | None = None, **more: Any) -> LatentAttention
 def cache_for(heads: int, **more: Any) -> LatentCache:
     """Its pages are NaN where nobody wrote."""
     cache = LatentCache(
-        1, 16384, max_requests=8, max_tokens_per_request=2048, q_heads=heads, device=DEVICE, **{"dtype": torch.bfloat16} | more
+        1,
+        16384,
+        max_requests=8,
+        max_tokens_per_request=2048,
+        q_heads=heads,
+        device=DEVICE,
+        **{"dtype": torch.bfloat16} | more,
     )
     if cache.latent_pages[0].dtype == torch.bfloat16:
         cache.latent_pages[0].fill_(float("nan"))
     return cache
 
 
-def planner_for(cache: LatentCache, heads: int, kernel: str | None = None, query: torch.dtype = torch.bfloat16) -> Planner:
+def planner_for(
+    cache: LatentCache, heads: int, kernel: str | None = None, query: torch.dtype = torch.bfloat16
+) -> Planner:
     stored = cache.latent_pages[0].dtype
-    spec = latent_layers(heads, cache.page_size, query, kv_dtype=None if stored == query else stored)
-    return Planner(spec, max_tokens=2048, max_requests=8, max_pages=cache.page_table.shape[1], device=DEVICE, kernel=kernel)
+    spec = latent_layers(
+        heads, cache.page_size, query, kv_dtype=None if stored == query else stored
+    )
+    return Planner(
+        spec,
+        max_tokens=2048,
+        max_requests=8,
+        max_pages=cache.page_table.shape[1],
+        device=DEVICE,
+        kernel=kernel,
+    )
 
 
 def exact(module: LatentAttention, texts: list[Tensor], counts: tuple[int, ...]) -> Tensor:
     """The layer's result for the last tokens of each text, in float32, dense."""
     wide = copy.deepcopy(module).float()
     wide.kernel = "reference"
-    return torch.cat([wide(text.float()[None])[0, len(text) - n :] for text, n in zip(texts, counts, strict=True) if n])
+    return torch.cat(
+        [
+            wide(text.float()[None])[0, len(text) - n :]
+            for text, n in zip(texts, counts, strict=True)
+            if n
+        ]
+    )
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -74,7 +115,8 @@ def off(got: Tensor, want: Tensor) -> float:
 
 @contextmanager
 def skipping(kernel: str | None) -> Iterator[None]:
-    """A kernel that cannot run here, or not on this call, is told of; one that is chosen can always run."""
+    """A kernel that cannot run here, or not on this call, is told of; one that is chosen can always
+    run."""
     try:
         yield
     except (NoKernel, PageSizeConflict) as error:
@@ -88,10 +130,16 @@ def new(counts: tuple[int, ...]) -> list[Tensor]:
 
 
 class Served:
-    """A layer over a cache in which some requests have their prompts, the same for layers of as many heads."""
+    """A layer over a cache in which some requests have their prompts, the same for layers of as
+    many heads."""
 
-    def __init__(self, heads: int, kernel: str | None = None, prompts: tuple[int, ...] = FIRST, **more: Any) -> None:
-        self.module, self.cache = layer(heads, kernel, **more), cache_for(heads, kernels=kernel and (kernel,))
+    def __init__(
+        self, heads: int, kernel: str | None = None, prompts: tuple[int, ...] = FIRST, **more: Any
+    ) -> None:
+        self.module, self.cache = (
+            layer(heads, kernel, **more),
+            cache_for(heads, kernels=kernel and (kernel,)),
+        )
         self.planner = planner_for(self.cache, heads, kernel)
         self.ids, self.texts = [self.cache.alloc() for _ in prompts], new(prompts)
         self.result = self.run(self.texts, self.planner(self.cache.batch(self.ids, prompts)))
@@ -101,7 +149,13 @@ class Served:
 
     def in_graphs(self, **more: Any) -> Any:
         """The layer in graphs, captured for 4 requests of 4 drafts at most."""
-        return breakable(self.module, Buckets(decode=(2, 4), verify=(4,)), tokens=("hidden",), cache=self.cache, **more)
+        return breakable(
+            self.module,
+            Buckets(decode=(2, 4), verify=(4,)),
+            tokens=("hidden",),
+            cache=self.cache,
+            **more,
+        )
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -110,8 +164,12 @@ def test_a_request_from_prefill_to_drafts(kernel: str | None, heads: int) -> Non
     with skipping(kernel):
         one = Served(heads, kernel)
         assert off(one.result, exact(one.module, one.texts, FIRST)) < NEAR
-        # Batches that say what was before may be unfolded, and then no kernel over latents is asked.
-        for counts, how in (*((counts, {}) for counts in STEPS), ((40, 0, 3, 5), {"prefix_tokens": 500})):
+        # Batches that say what was before may be unfolded, and then no kernel over latents is
+        # asked.
+        for counts, how in (
+            *((counts, {}) for counts in STEPS),
+            ((40, 0, 3, 5), {"prefix_tokens": 500}),
+        ):
             rows = new(counts)
             one.texts = [torch.cat(pair) for pair in zip(one.texts, rows, strict=True)]
             got = one.run(rows, one.planner(one.cache.batch(one.ids, counts, **how)))
@@ -120,12 +178,16 @@ def test_a_request_from_prefill_to_drafts(kernel: str | None, heads: int) -> Non
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_captured_decode_follows_lengths_and_tables(heads: int) -> None:
-    """Compiled, captured, replayed with what another step brings; the result is that of an eager step."""
+    """Compiled, captured, replayed with what another step brings; the result is that of an eager
+    step."""
     one = Served(heads)
     cache, ids, pages = one.cache, one.ids, one.cache.latent_pages[0]
     step = torch.compile(one.module, fullgraph=True, dynamic=False)
     batch = cache.batch(ids, 1)
-    fixed = {name: getattr(batch, name).clone() for name in ("page_table", "seq_lens", "cu_seqlens_q", "slots", "positions")}
+    fixed = {
+        name: getattr(batch, name).clone()
+        for name in ("page_table", "seq_lens", "cu_seqlens_q", "slots", "positions")
+    }
     [hidden] = new((len(ids),))
     held = PagedBatch(**fixed, max_seqlen_q=1, padded=False)
     graph, out = captured(lambda: step(hidden, batch=held, latent_pages=pages))
@@ -168,7 +230,15 @@ def test_a_cache_brings_the_plan(heads: int) -> None:
             assert torch.equal(batch.plan, one.planner(bare).plan)
             want = one.run(rows, bare)
             assert off(one.run(rows, batch), want) < NEAR
-            assert off(step(torch.cat(rows), batch=batch, latent_pages=one.cache.latent_pages[0]).clone(), want) < NEAR
+            assert (
+                off(
+                    step(
+                        torch.cat(rows), batch=batch, latent_pages=one.cache.latent_pages[0]
+                    ).clone(),
+                    want,
+                )
+                < NEAR
+            )
 
 
 @pytest.mark.parametrize("kernel", [None, "flashmla", "fa3", "triton"])
@@ -178,7 +248,11 @@ def test_a_shared_prefix(kernel: str | None) -> None:
         with skipping(kernel):
             one = Served(16, kernel, prompts=(1000,))
             [first] = one.ids
-            batch = one.cache.batch([first, one.cache.fork(first), one.cache.fork(first)], [len(r) for r in rows], share=share)
+            batch = one.cache.batch(
+                [first, one.cache.fork(first), one.cache.fork(first)],
+                [len(r) for r in rows],
+                share=share,
+            )
             assert (batch.shared is not None) == share
             results.append(one.run(rows, batch))
     assert off(results[1], results[0]) < NEAR
@@ -186,7 +260,8 @@ def test_a_shared_prefix(kernel: str | None) -> None:
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_float8(heads: int) -> None:
-    """Pages of float8, with queries as they are and quantised, through whichever kernel is chosen."""
+    """Pages of float8, with queries as they are and quantised, through whichever kernel is
+    chosen."""
     module, scale = layer(heads), 1 / 32
     texts = new((700, 65))
     for query, how in (
@@ -196,11 +271,18 @@ def test_float8(heads: int) -> None:
         cache = cache_for(heads, dtype=torch.float8_e4m3fn)
         planner, ids = planner_for(cache, heads, query=query), [cache.alloc() for _ in texts]
         pages, so_far = cache.latent_pages[0], texts
-        module(torch.cat(texts), batch=cache.batch(ids, [len(t) for t in texts]), latent_pages=pages, **how)
+        module(
+            torch.cat(texts),
+            batch=cache.batch(ids, [len(t) for t in texts]),
+            latent_pages=pages,
+            **how,
+        )
         for counts in ((1, 1), (1, 1), (3, 1)):
             rows = new(counts)
             so_far = [torch.cat(pair) for pair in zip(so_far, rows, strict=True)]
-            got = module(torch.cat(rows), batch=planner(cache.batch(ids, counts)), latent_pages=pages, **how)
+            got = module(
+                torch.cat(rows), batch=planner(cache.batch(ids, counts)), latent_pages=pages, **how
+            )
             assert off(got, exact(module, so_far, counts)) < FAR, query
 
 
@@ -210,11 +292,17 @@ def test_the_compiled_layer_copies_no_pages_and_no_weight() -> None:
     ids = [cache.alloc(64), cache.alloc(64)]
     batch = cache.batch(ids, 1)
     hidden = torch.cat(new((2,)))
-    _, code = compiled_code(lambda: torch.compile(module, dynamic=False)(hidden, batch=batch, latent_pages=cache.latent_pages[0]))
+    _, code = compiled_code(
+        lambda: torch.compile(module, dynamic=False)(
+            hidden, batch=batch, latent_pages=cache.latent_pages[0]
+        )
+    )
     assert any("mla_attention." in call for call in kernel_calls(code))
     made = re.findall(r"empty_strided\w*\(\(([\d, ]*)\)", code)
     weights = [f"{heads * 256}, 512", f"{heads}, 128, 512", f"{heads}, 512, 128"]
-    assert not [size for size in made if size.startswith(f"{cache.num_pages}, ") or size in weights], made
+    assert not [
+        size for size in made if size.startswith(f"{cache.num_pages}, ") or size in weights
+    ], made
 
 
 def test_a_batch_is_described_without_waiting() -> None:

@@ -1,4 +1,5 @@
-"""Training with the modules on a GPU: dropout through torch's backends, and jagged nested tensors, eager and compiled."""
+"""Training with the modules on a GPU: dropout through torch's backends, and jagged nested tensors,
+eager and compiled."""
 
 from typing import Any
 
@@ -11,7 +12,12 @@ from attnops.nn import Attention, LatentAttention, RotaryEmbedding, SelfAttentio
 P, TOKENS, WIDTH = 0.3, 128, 256
 LENGTHS = (300, 17, 128)
 MASKS = ["none", "bool", "additive"]
-SIZES: dict[str, int] = {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+SIZES: dict[str, int] = {
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
 # A rounding of bfloat16 in each product and in each gradient.
 FAR = 0.03
 
@@ -22,11 +28,18 @@ def mask_of(kind: str) -> Tensor | None:
         return None
     seen = torch.rand(2, 1, TOKENS, TOKENS, device="cuda") < 0.8
     seen[:, :, 3] = False
-    return seen if kind == "bool" else torch.randn(seen.shape, device="cuda").masked_fill(~seen, float("-inf"))
+    return (
+        seen
+        if kind == "bool"
+        else torch.randn(seen.shape, device="cuda").masked_fill(~seen, float("-inf"))
+    )
 
 
 def heads(dtype: torch.dtype) -> list[Tensor]:
-    return [torch.randn(2, TOKENS, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (8, 2, 2)]
+    return [
+        torch.randn(2, TOKENS, n, 64, device="cuda", dtype=dtype, requires_grad=True)
+        for n in (8, 2, 2)
+    ]
 
 
 def seeded(seed: int, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +51,8 @@ def seeded(seed: int, module: Any, *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("kind", MASKS)
 def test_dropout(kind: str, causal: bool, dtype: torch.dtype) -> None:
-    """Seeds, the mean over them, a query that sees nothing, and gradients that are finite, through whichever backend torch takes."""
+    """Seeds, the mean over them, a query that sees nothing, and gradients that are finite, through
+    whichever backend torch takes."""
     module, given = Attention(8, 2, head_dim=64, causal=causal, dropout=P), heads(dtype)
     mask = mask_of(kind)
     first = seeded(1, module, *given, mask=mask)
@@ -52,7 +66,9 @@ def test_dropout(kind: str, causal: bool, dtype: torch.dtype) -> None:
         many = torch.stack([module(*given, mask=mask).float() for _ in range(64)])
         want = module.eval()(*given, mask=mask).float()
     apart = (many.mean(0) - want).abs() / (many.std(0) / 8 + 0.02)
-    assert float((apart > 4).float().mean()) < 1e-3, "of means over 64 seeds one in 16,000 is four standard errors away"
+    assert float((apart > 4).float().mean()) < 1e-3, (
+        "of means over 64 seeds one in 16,000 is four standard errors away"
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -70,6 +86,11 @@ def test_jagged(name: str, compiled: bool) -> None:
     given: Any = torch.nested.nested_tensor_from_jagged(x, ends)
     got = run(given, max_seqlen=max(LENGTHS)).values()
     want = torch.cat([layer(part[None])[0] for part in x.split(LENGTHS)])
-    found, right = (torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()]) for out in (got, want))
+    found, right = (
+        torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])
+        for out in (got, want)
+    )
     for a, b in zip((got.detach(), *found), (want.detach(), *right), strict=True):
-        assert a.isfinite().all() and float((a.float() - b.float()).norm()) <= FAR * float(b.float().norm())
+        assert a.isfinite().all() and float((a.float() - b.float()).norm()) <= FAR * float(
+            b.float().norm()
+        )

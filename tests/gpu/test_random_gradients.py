@@ -1,4 +1,5 @@
-"""500 random gradients a GPU: every kernel of the gradients against the reference in float64, and that against autograd of the formula."""
+"""500 random gradients a GPU: every kernel of the gradients against the reference in float64, and
+that against autograd of the formula."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -33,19 +34,28 @@ KINDS = {
     "bool": replace(PLAIN, mask="bool", head_dim=128, causal=False),
     "float32": replace(PLAIN, dtype=F32, softcap=5.0, sinks=F32),
 }
-"""Kernels compile for seconds for each kind of rules, so that lengths are drawn and rules are not."""
-COMPILED = {"fa4": ("d64", "sinks", "d96", "d128", "cap", "d192-128", "d256", "both sides"), "flex": ("d64", "chunk", "mask", "sinks")}
+"""Kernels compile for seconds for each kind of rules, so that lengths are drawn and rules are
+not."""
+COMPILED = {
+    "fa4": ("d64", "sinks", "d96", "d128", "cap", "d192-128", "d256", "both sides"),
+    "flex": ("d64", "chunk", "mask", "sinks"),
+}
 COUNT, LEAST = 500, 130
-"""Problems, and tokens that the longest request has at least: `fa4` compiles once more for fewer than a tile."""
+"""Problems, and tokens that the longest request has at least: `fa4` compiles once more for fewer
+than a tile."""
 
 
 def problem(seed: int, device: str) -> tuple[str, Call]:
     """The kind of the call, and the call, dense or packed."""
     name, op = list(KINDS)[seed % len(KINDS)], OPS[seed // len(KINDS) % 2]
-    return name, drawn(random.Random(seed), DeviceSource(seed, device), KINDS[name], TILES, op, LEAST)
+    return name, drawn(
+        random.Random(seed), DeviceSource(seed, device), KINDS[name], TILES, op, LEAST
+    )
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(k, id=f"{op}.{k.name}") for op in OPS for k in kernels_of(op).values()])
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(k, id=f"{op}.{k.name}") for op in OPS for k in kernels_of(op).values()]
+)
 def test_random_gradients(kernel: Kernel, found: dict[str, Any]) -> None:
     need(kernel)
 
@@ -53,7 +63,10 @@ def test_random_gradients(kernel: Kernel, found: dict[str, Any]) -> None:
         for seed in range(COUNT):
             name, call = problem(seed, "cuda")
             if call.op == kernel.op and name in COMPILED.get(kernel.name, KINDS):
-                yield f"seed {seed}, {name}", partial(agreed if kernel.judge else lambda given: given, call)
+                yield (
+                    f"seed {seed}, {name}",
+                    partial(agreed if kernel.judge else lambda given: given, call),
+                )
 
     done = figures_of(kernel, calls(), [])
     found["random_gradients"] = {f"{kernel.op}.{kernel.name}": done}

@@ -69,7 +69,11 @@ def calls_of_generate(model: Any, handle: Any, turn: Turn) -> Iterator[Tensor]:
         ids, mask = given[rows]
         torch.manual_seed(rows)
         with turn():
-            yield model.generate(ids, attention_mask=mask, **{"do_sample": False, "max_new_tokens": 6, "pad_token_id": 1, **more})
+            yield model.generate(
+                ids,
+                attention_mask=mask,
+                **{"do_sample": False, "max_new_tokens": 6, "pad_token_id": 1, **more},
+            )
 
 
 def turns_of_a_conversation(model: Any, handle: Any, turn: Turn) -> Iterator[Tensor]:
@@ -81,7 +85,9 @@ def turns_of_a_conversation(model: Any, handle: Any, turn: Turn) -> Iterator[Ten
     torch.cuda.synchronize()
     for ids, mask in zip(texts, masks, strict=True):
         with turn():
-            yield model.generate(ids, attention_mask=mask, **named(cache), do_sample=False, max_new_tokens=4)
+            yield model.generate(
+                ids, attention_mask=mask, **named(cache), do_sample=False, max_new_tokens=4
+            )
 
 
 def steps_by_hand(model: Any, handle: Any, turn: Turn) -> Iterator[Tensor]:
@@ -113,7 +119,12 @@ def calls_of_the_model(model: Any, handle: Any, turn: Turn) -> Iterator[Tensor]:
             yield cache.get_seq_length().clone()
 
 
-USES: tuple[Any, ...] = (calls_of_generate, turns_of_a_conversation, steps_by_hand, calls_of_the_model)
+USES: tuple[Any, ...] = (
+    calls_of_generate,
+    turns_of_a_conversation,
+    steps_by_hand,
+    calls_of_the_model,
+)
 
 
 def run(use: Use, mode: Any, *streams: torch.cuda.Stream) -> list[Tensor]:
@@ -127,13 +138,19 @@ def run(use: Use, mode: Any, *streams: torch.cuda.Stream) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("mode", "use"), [("breakable", use) for use in USES] + [("hf", use) for use in USES if use is not steps_by_hand])
+@pytest.mark.parametrize(
+    ("mode", "use"),
+    [("breakable", use) for use in USES]
+    + [("hf", use) for use in USES if use is not steps_by_hand],
+)
 def test_two_streams_in_turn(mode: str, use: Any) -> None:
     """What one stream gives."""
     first, second = torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
     want = run(use, mode, first)
     for number, both in enumerate(zip(run(use, mode, first, second), want, strict=True)):
-        torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4, msg=lambda m, n=number: f"result {n}: {m}")
+        torch.testing.assert_close(
+            *both, rtol=1e-4, atol=1e-4, msg=lambda m, n=number: f"result {n}: {m}"
+        )
 
 
 def test_pages_that_are_freed_while_a_stream_reads_them() -> None:
@@ -153,7 +170,9 @@ def test_pages_that_are_freed_while_a_stream_reads_them() -> None:
             allocations = [each for _, alike in cache.state.pages._allocations for each in alike]
             sizes = [tuple(each.shape) for each in allocations]
             del allocations
-            late = model.model.layers[0].register_forward_pre_hook(lambda *_: torch.cuda._sleep(BUSY))
+            late = model.model.layers[0].register_forward_pre_hook(
+                lambda *_: torch.cuda._sleep(BUSY)
+            )
             with torch.cuda.stream(second):
                 logits = model(ids[:, :1], **named(cache)).logits
             late.remove()
@@ -178,7 +197,9 @@ def test_threads_on_streams_of_their_own() -> None:
 
     def generated(number: int) -> list[int]:
         ids, mask = given[number]
-        tokens: list[int] = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24).tolist()
+        tokens: list[int] = model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=24
+        ).tolist()
         return tokens
 
     with attnops.patch(model, cache="paged", decode="breakable"):
@@ -196,18 +217,27 @@ def test_the_draw_is_that_of_multinomial() -> None:
     """Its tokens, and where it leaves the generator of the GPU."""
     for seed, shape in enumerate([(1, 7), (3, 128), (2, 50257), (16, 128256)] * 3):
         gone = torch.rand(shape, device=DEVICE) < 0.3
-        probabilities = torch.randn(shape, device=DEVICE).mul(4).masked_fill(gone, -torch.inf).softmax(-1)
+        probabilities = (
+            torch.randn(shape, device=DEVICE).mul(4).masked_fill(gone, -torch.inf).softmax(-1)
+        )
         torch.manual_seed(seed)
-        want, after = torch.multinomial(probabilities, 1).squeeze(1), torch.cuda.get_rng_state(DEVICE)
+        want, after = (
+            torch.multinomial(probabilities, 1).squeeze(1),
+            torch.cuda.get_rng_state(DEVICE),
+        )
         torch.manual_seed(seed)
-        assert torch.equal(_drawn(probabilities, torch.ones_like(probabilities).exponential_()), want), shape
+        assert torch.equal(
+            _drawn(probabilities, torch.ones_like(probabilities).exponential_()), want
+        ), shape
         assert torch.equal(torch.cuda.get_rng_state(DEVICE), after), shape
 
 
 BOUNDS = {
-    "TemperatureLogitsWarper": (0.05, 3), "TopPLogitsWarper": (0, 1), "MinPLogitsWarper": (0, 1),
+    "TemperatureLogitsWarper": (0.05, 3),
+    "TopPLogitsWarper": (0, 1),
+    "MinPLogitsWarper": (0, 1),
     "RepetitionPenaltyLogitsProcessor": (0.3, 3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in BOUNDS), (*BOUNDS,)], ids=[*BOUNDS, "all"])
@@ -221,7 +251,9 @@ def test_numbers_of_a_request_give_transformers_own_bits(names: tuple[str, ...])
     for each in processors(0):
         assert field_of(each, DEVICE) == FIELDS[type(each)], "a trial on the GPU failed"
     ours = [_copied(each, DEVICE) for each in processors(0)]
-    assert sum(isinstance(value, Number) for each in ours for value in vars(each).values()) == len(names)
+    assert sum(isinstance(value, Number) for each in ours for value in vars(each).values()) == len(
+        names
+    )
     tokens = torch.randint(0, 32000, (4, 60), device=DEVICE)
     for seed in range(60):
         theirs = processors(seed)
@@ -237,12 +269,20 @@ def test_sampled_tokens_of_generate_are_those_of_transformers() -> None:
     """Of a float32 model. Requests have numbers of their own, and one captured choice."""
     model, (ids, mask) = model_of(), text(3)
     calls: list[dict[str, Any]] = [
-        {"temperature": 0.3 + 0.2 * n, "top_p": 0.95 - 0.06 * n, "min_p": 0.01 * n, "repetition_penalty": 1.05 + 0.03 * n} for n in range(6)
+        {
+            "temperature": 0.3 + 0.2 * n,
+            "top_p": 0.95 - 0.06 * n,
+            "min_p": 0.01 * n,
+            "repetition_penalty": 1.05 + 0.03 * n,
+        }
+        for n in range(6)
     ]
 
     def drawn(more: dict[str, Any]) -> tuple[Tensor, Tensor]:
         torch.manual_seed(9)
-        return model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=10, **more), torch.cuda.get_rng_state(DEVICE)
+        return model.generate(
+            ids, attention_mask=mask, do_sample=True, max_new_tokens=10, **more
+        ), torch.cuda.get_rng_state(DEVICE)
 
     want = [drawn(more) for more in calls]
     with attnops.patch(model, cache="paged", decode="breakable") as handle:

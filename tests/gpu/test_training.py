@@ -1,4 +1,5 @@
-"""Whole training steps in CUDA graphs: captured, replayed with new inputs, and compared with eager ones, for every gradient kernel."""
+"""Whole training steps in CUDA graphs: captured, replayed with new inputs, and compared with eager
+ones, for every gradient kernel."""
 
 from functools import partial
 from typing import Any
@@ -14,9 +15,19 @@ from attnops.core.kernel import Capture, kernels_of
 from tests.gpu.helpers import captured
 
 BATCH, TOKENS, HEADS, KV_HEADS, D = 2, 256, 4, 2, 64
-RULES: dict[str, dict[str, Any]] = {"causal": {}, "window": {"window": (63, -1)}, "soft cap": {"softcap": 20.0}, "sinks": {}}
+RULES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": (63, -1)},
+    "soft cap": {"softcap": 20.0},
+    "sinks": {},
+}
 OPS = ("attention", "varlen_attention")
-STEPS = [(op, name) for op in OPS for name, kernel in kernels_of(f"{op}_backward").items() if not kernel.judge]
+STEPS = [
+    (op, name)
+    for op in OPS
+    for name, kernel in kernels_of(f"{op}_backward").items()
+    if not kernel.judge
+]
 REPLAYS = 4
 FAR = 0.02  # between two steps of one kernel in bfloat16, whose sums may come in another order
 
@@ -29,9 +40,14 @@ class Layer(nn.Module):
     def __init__(self, op: str, rule: str) -> None:
         super().__init__()
         self.op, self.rules = op, RULES[rule]
-        self.qkv, self.out = nn.Linear(HEADS * D, (HEADS + 2 * KV_HEADS) * D), nn.Linear(HEADS * D, HEADS * D)
+        self.qkv, self.out = (
+            nn.Linear(HEADS * D, (HEADS + 2 * KV_HEADS) * D),
+            nn.Linear(HEADS * D, HEADS * D),
+        )
         self.sinks = nn.Parameter(torch.randn(HEADS)) if rule == "sinks" else None
-        self.register_buffer("cu", torch.tensor([0, TOKENS // 3, BATCH * TOKENS], dtype=torch.int32))
+        self.register_buffer(
+            "cu", torch.tensor([0, TOKENS // 3, BATCH * TOKENS], dtype=torch.int32)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, D)).split([HEADS, KV_HEADS, KV_HEADS], -2)
@@ -39,7 +55,10 @@ class Layer(nn.Module):
             o = attnops.attention(q, k, v, causal=True, sinks=self.sinks, **self.rules)
         else:
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-            longest: dict[str, int] = {"max_seqlen_q": BATCH * TOKENS, "max_seqlen_k": BATCH * TOKENS}
+            longest: dict[str, int] = {
+                "max_seqlen_q": BATCH * TOKENS,
+                "max_seqlen_k": BATCH * TOKENS,
+            }
             given: dict[str, Any] = {"causal": True, "sinks": self.sinks, **longest, **self.rules}
             o = attnops.varlen_attention(q, k, v, self.cu, self.cu, **given)
         return x + self.out(o.reshape(x.shape))
@@ -51,15 +70,23 @@ def gradients(run: Any, parameters: list[Tensor], x: Tensor) -> tuple[Tensor, ..
 
 def compare(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
     for a, b in zip(got, want, strict=True):
-        assert torch.isfinite(a).all() and float((a.float() - b.float()).norm()) <= FAR * float(b.float().norm())
+        assert torch.isfinite(a).all() and float((a.float() - b.float()).norm()) <= FAR * float(
+            b.float().norm()
+        )
 
 
-def cases(op: str, kernel: str, rule: str) -> tuple[Layer, list[Tensor], list[tuple[Tensor, tuple[Tensor, ...]]]]:
-    """A layer, its parameters, and inputs with the gradients of eager steps; skips what the kernel refuses."""
+def cases(
+    op: str, kernel: str, rule: str
+) -> tuple[Layer, list[Tensor], list[tuple[Tensor, tuple[Tensor, ...]]]]:
+    """A layer, its parameters, and inputs with the gradients of eager steps; skips what the kernel
+    refuses."""
     torch.manual_seed(0)
     layer = Layer(op, rule).cuda().bfloat16()
     parameters: list[Tensor] = list(layer.parameters())
-    given = [torch.randn(BATCH, TOKENS, HEADS * D, device="cuda", dtype=torch.bfloat16) for _ in range(REPLAYS)]
+    given = [
+        torch.randn(BATCH, TOKENS, HEADS * D, device="cuda", dtype=torch.bfloat16)
+        for _ in range(REPLAYS)
+    ]
     try:
         wanted = [tuple(g.clone() for g in gradients(layer, parameters, x)) for x in given]
     except NoKernel as error:

@@ -1,4 +1,5 @@
-"""`triton` on a GPU, beyond what every kernel is asked: stages that overlap, and how many kernels are compiled."""
+"""`triton` on a GPU, beyond what every kernel is asked: stages that overlap, and how many kernels
+are compiled."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,8 @@ OVERLAPPING = {
 
 @pytest.mark.parametrize("op", OVERLAPPING)
 def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
-    """Stage two is launched while stage one runs and must wait for it: bit for bit, time and again, in a captured graph too."""
+    """Stage two is launched while stage one runs and must wait for it: bit for bit, time and again,
+    in a captured graph too."""
     from attnops.kernels.triton.launch.attention import attention
 
     call = make_call(op, Source(2, "cuda"), *OVERLAPPING[op])
@@ -41,7 +43,9 @@ def test_stages_that_overlap_give_what_stages_in_turn_give(op: str) -> None:
             (graph.replay if step % 2 else launch)()
             for n, x in want.items():
                 how = "replayed" if step % 2 else "launched"
-                assert torch.equal(call.arguments[n], x), f"{splits} splits, {how}, time {step}: {n} differs"
+                assert torch.equal(call.arguments[n], x), (
+                    f"{splits} splits, {how}, time {step}: {n} differs"
+                )
 
 
 def test_a_generate_run_compiles_few_kernels() -> None:
@@ -49,12 +53,17 @@ def test_a_generate_run_compiles_few_kernels() -> None:
     from attnops.kernels.triton.device.merge import combine
 
     def compiled() -> tuple[int, int]:
-        attending, combining = (len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in (attend, combine))
+        attending, combining = (
+            len(kernel.device_caches[torch.cuda.current_device()][0])
+            for kernel in (attend, combine)
+        )
         return attending, combining
 
     before = compiled()
     f = Features(dtype=BF16, head_dim=96, q_heads=6, kv_heads=2, causal=True)
-    for queries, requests, keys in product((1, 2, 7, 8, 33, 65, 300), (1, 2, 5, 16), (300, 700, 1100, 4096)):
+    for queries, requests, keys in product(
+        (1, 2, 7, 8, 33, 65, 300), (1, 2, 5, 16), (300, 700, 1100, 4096)
+    ):
         call = make_call(PAGED, Source(0, "cuda"), (queries,) * requests, (keys,) * requests, 16, f)
         kernels_of(PAGED)["triton"].run(call.record)
     after = compiled()

@@ -1,4 +1,5 @@
-"""The wheels of sgl-kernel and FlashMLA that are installed: the schemas that tests/standins pins, and FlashMLA's kernels over each."""
+"""The wheels of sgl-kernel and FlashMLA that are installed: the schemas that tests/standins pins,
+and FlashMLA's kernels over each."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,11 +26,16 @@ KERNELS = [
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_flashmla_over_each_wheel(kernel: Kernel, flashmla_wheel: Wheel, found: dict[str, Any]) -> None:
+def test_flashmla_over_each_wheel(
+    kernel: Kernel, flashmla_wheel: Wheel, found: dict[str, Any]
+) -> None:
     module = flashmla_wheel.package.module
     with pretend(replace(Target.of(torch.device("cuda")), assume=(module, "triton"))):
         assert source() is flashmla_wheel
-        calls = [(str(case), partial(case.build, Source(seed, "cuda"))) for seed, case in enumerate(CASES[kernel.op])]
+        calls = [
+            (str(case), partial(case.build, Source(seed, "cuda")))
+            for seed, case in enumerate(CASES[kernel.op])
+        ]
         done = figures_of(kernel, calls, [])
     found["flashmla_wheels"] = {f"{module}.{kernel.op}.{kernel.name}": done}
     judge(done)
@@ -44,13 +50,20 @@ def test_the_second_wheel_has_the_pinned_schemas(schema: str, flashmla_wheel: Wh
     assert str(loaded) == str(pinned)
 
 
-@pytest.mark.skipif(find_spec("sgl_kernel") is None, reason="sgl_kernel is not installed, so its schemas cannot be compared")
+@pytest.mark.skipif(
+    find_spec("sgl_kernel") is None,
+    reason="sgl_kernel is not installed, so its schemas cannot be compared",
+)
 @pytest.mark.parametrize("foreign", OPS, ids=lambda f: f.name)
 def test_the_loaded_op_has_the_pinned_schema(foreign: Foreign) -> None:
     version = wheel.package().version()
     if version not in (None, READ_IN):
         pytest.skip(f"sgl_kernel {version}; the schemas were read in {READ_IN}")
-    library = wheel.common_ops(Target.of(torch.device("cuda", 0))) if foreign.library == COMMON else foreign.library
+    library = (
+        wheel.common_ops(Target.of(torch.device("cuda", 0)))
+        if foreign.library == COMMON
+        else foreign.library
+    )
     if wheel.library(library) is None:
         pytest.skip(f"this wheel was cut down: no {library}")
     wheel.load(foreign.name, library)

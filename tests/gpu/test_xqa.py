@@ -1,4 +1,5 @@
-"""XQA on a real GPU, beyond the grid: odd batches of the shapes it is built for, its counters, and the signatures of the package."""
+"""XQA on a real GPU, beyond the grid: odd batches of the shapes it is built for, its counters, and
+the signatures of the package."""
 
 import inspect
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,9 @@ from attnops.testing import Call, Features, Pages, Source, equip, make_call
 from tests.checks import right
 from tests.gpu.helpers import need
 
-pytestmark = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("flashinfer") is None, reason="flashinfer is not installed"
+)
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 XQA = kernels_of("paged_attention")["xqa"]
@@ -25,13 +28,25 @@ PLAIN = Features(dtype=BF16, head_dim=128, q_heads=8, kv_heads=2, causal=True)
 # (page size, features): one module each, which takes 6 s to build.
 BUILT: dict[str, tuple[int, Features]] = {
     "bf16_page16_d128_group4": (16, PLAIN),
-    "bf16_page64_d64_group8_window": (64, replace(PLAIN, head_dim=64, kv_heads=1, window=(127, -1))),
+    "bf16_page64_d64_group8_window": (
+        64,
+        replace(PLAIN, head_dim=64, kv_heads=1, window=(127, -1)),
+    ),
     "fp16_page32_d256_group1": (32, replace(PLAIN, dtype=F16, head_dim=256, q_heads=4, kv_heads=4)),
     "bf16_fp8_page64_d128_group4": (64, replace(PLAIN, kv_dtype=E4M3, scale_per_head=False)),
     "fp16_fp8_page128_d64_group16": (
-        128, replace(PLAIN, dtype=F16, kv_dtype=E4M3, scale_per_head=False, head_dim=64, q_heads=16, kv_heads=1)
+        128,
+        replace(
+            PLAIN,
+            dtype=F16,
+            kv_dtype=E4M3,
+            scale_per_head=False,
+            head_dim=64,
+            q_heads=16,
+            kv_heads=1,
+        ),
     ),
-}  # fmt: skip
+}
 COPIED = ("bf16_page16_d128_group4", "bf16_fp8_page64_d128_group4")
 LENGTHS = (1, 300, 77, 2047, 16, 4096)
 SINKS = {"sinks": torch.float32}
@@ -52,14 +67,30 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
 def decode(point: str, case: str = "plain") -> Call:
     (page, f), (features, lengths, more) = BUILT[point], CASES[case]
     given = {"q_lens": (1,) * len(lengths), "padding": 0, **more}
-    return make_call("paged_attention", Source(0, "cuda"), k_lens=lengths, page=page, f=replace(f, **features), **given)
+    return make_call(
+        "paged_attention",
+        Source(0, "cuda"),
+        k_lens=lengths,
+        page=page,
+        f=replace(f, **features),
+        **given,
+    )
 
 
 def load(page: int, f: Features) -> Any:
     """The module of a point, which builds it if need be."""
     from flashinfer.xqa import get_xqa_module
 
-    return get_xqa_module(f.dtype, f.kv_dtype or f.dtype, page, f.head_dim, f.q_heads // f.kv_heads, f.window[0] >= 0, f.dtype, 1)
+    return get_xqa_module(
+        f.dtype,
+        f.kv_dtype or f.dtype,
+        page,
+        f.head_dim,
+        f.q_heads // f.kv_heads,
+        f.window[0] >= 0,
+        f.dtype,
+        1,
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,12 +132,19 @@ def test_signatures_are_those_the_stand_ins_have() -> None:
     def bare(function: Any) -> str:
         found = inspect.signature(function)
         parameters = [p.replace(annotation=p.empty) for p in found.parameters.values()]
-        return str(found.replace(parameters=parameters, return_annotation=found.empty)).replace("*, ", "")
+        return str(found.replace(parameters=parameters, return_annotation=found.empty)).replace(
+            "*, ", ""
+        )
 
     for path, text in SIGNATURES.items():
         module, name = path.split(".")
         assert bare(getattr(import_module(f"flashinfer.{module}"), name)) == f"({text})", path
-    assert bare(import_module("flashinfer.rope").mla_rope_quantize_fp8) == bare(rope.mla_rope_quantize_fp8)
+    assert bare(import_module("flashinfer.rope").mla_rope_quantize_fp8) == bare(
+        rope.mla_rope_quantize_fp8
+    )
     names = [parameter.partition("=")[0] for parameter in mla.SIGNATURE.split(", ")]
-    assert list(inspect.signature(getattr(import_module("flashinfer.mla"), mla.NAME)).parameters) == names
+    assert (
+        list(inspect.signature(getattr(import_module("flashinfer.mla"), mla.NAME)).parameters)
+        == names
+    )
     assert bare(load(16, PLAIN).xqa) == f"({XQA_SIGNATURE})"

@@ -1,4 +1,5 @@
-"""A model in graphs beside the same model without, each with a cache of its own that is given the same requests."""
+"""A model in graphs beside the same model without, each with a cache of its own that is given the
+same requests."""
 
 from contextlib import contextmanager
 
@@ -17,7 +18,8 @@ def pools(*caches):
 
 
 def close(got, want):
-    # Both run the same ops in the same precision; rows of a padded batch may be summed in another order.
+    # Both run the same ops in the same precision; rows of a padded batch may be summed in another
+    # order.
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
@@ -27,19 +29,28 @@ def buckets_of(step):
 
 
 def graphed(mode, model, buckets, **more):
-    """`model` in graphs of the stand-in, in pieces that are not compiled. Without a batch, unless `batch=` names one."""
+    """`model` in graphs of the stand-in, in pieces that are not compiled. Without a batch, unless
+    `batch=` names one."""
     inner = {"inner": "eager"} if mode is piecewise else {}
-    return mode(model, buckets, **{"batch": None, "tokens": ("tokens",), "graphs": StandIn(), **inner, **more})
+    return mode(
+        model,
+        buckets,
+        **{"batch": None, "tokens": ("tokens",), "graphs": StandIn(), **inner, **more},
+    )
 
 
 class Pair:
     """step: in graphs. Requests are named by letters, and both caches hold them."""
 
-    def __init__(self, mode, buckets=BUCKETS, model=None, need=lambda: 0, layers=1, kernel=None, **more):
+    def __init__(
+        self, mode, buckets=BUCKETS, model=None, need=lambda: 0, layers=1, kernel=None, **more
+    ):
         self.model = decoder(layers, kernel=kernel) if model is None else model
         layers = len(self.model.layers)
         self.cache, self.twin, self.device = paged_cache(layers), paged_cache(layers), StandIn(need)
-        self.step = graphed(mode, self.model, buckets, batch="batch", cache=self.cache, graphs=self.device, **more)
+        self.step = graphed(
+            mode, self.model, buckets, batch="batch", cache=self.cache, graphs=self.device, **more
+        )
         self.ids = {}
 
     def call(self, step, cache, tokens, batch):
@@ -53,10 +64,16 @@ class Pair:
         return self.cache.batch(mine, new), self.twin.batch(theirs, new)
 
     def example(self, names="yz", new=1):
-        """Arguments of a step. Of requests of its own: what only one cache holds is compared with nothing."""
+        """Arguments of a step. Of requests of its own: what only one cache holds is compared with
+        nothing."""
         batch, _ = self.batches(names, new)
         tokens = torch.zeros(batch.slots.shape[0], dtype=torch.long)
-        return {"tokens": tokens, "batch": batch, "k_pages": self.cache.k_pages, "v_pages": self.cache.v_pages}
+        return {
+            "tokens": tokens,
+            "batch": batch,
+            "k_pages": self.cache.k_pages,
+            "v_pages": self.cache.v_pages,
+        }
 
     def free(self, name):
         mine, theirs = self.ids.pop(name)
@@ -87,10 +104,15 @@ class Pair:
         got, want = self.go(names, new)
         close(got, want)
         assert not got.isnan().any()
-        torch.testing.assert_close(pools(self.cache), pools(self.twin), rtol=2e-5, atol=2e-5, equal_nan=True)
+        torch.testing.assert_close(
+            pools(self.cache), pools(self.twin), rtol=2e-5, atol=2e-5, equal_nan=True
+        )
 
 
 both_modes = pytest.mark.parametrize("mode", [piecewise, breakable])
-# Where the trace of a mode is no part of what is proven: test_changing_batches has batches of every kind in both modes.
-any_mode = pytest.mark.parametrize("mode", [breakable, pytest.param(piecewise, marks=pytest.mark.full)])
+# Where the trace of a mode is no part of what is proven: test_changing_batches has batches of every
+# kind in both modes.
+any_mode = pytest.mark.parametrize(
+    "mode", [breakable, pytest.param(piecewise, marks=pytest.mark.full)]
+)
 whole_and_split = pytest.mark.parametrize("kernel", [None, BOUNDARY], ids=["whole", "split"])

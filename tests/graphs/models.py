@@ -16,7 +16,14 @@ BOUNDARY = "uncapturable"
 def boundary():
     """A kernel of paged attention that may not be captured, chosen where it is asked for."""
     if BOUNDARY not in kernels_of("paged_attention"):
-        register(replace(kernels_of("paged_attention")["reference"], name=BOUNDARY, capture=Capture.NEVER, cost_us=lambda p: 1e9))
+        register(
+            replace(
+                kernels_of("paged_attention")["reference"],
+                name=BOUNDARY,
+                capture=Capture.NEVER,
+                cost_us=lambda p: 1e9,
+            )
+        )
     return BOUNDARY
 
 
@@ -26,9 +33,12 @@ class Decoder(nn.Module):
         rope, hidden = RotaryEmbedding(head_dim), HEADS * head_dim
         self.embed = nn.Embedding(VOCAB, hidden)
         self.layers = nn.ModuleList(
-            SelfAttention(hidden, HEADS, KV_HEADS, head_dim, qk_norm=True, rope=rope, kernel=kernel) for _ in range(layers)
+            SelfAttention(hidden, HEADS, KV_HEADS, head_dim, qk_norm=True, rope=rope, kernel=kernel)
+            for _ in range(layers)
         )
-        self.mlps = nn.ModuleList((mlp or (lambda: nn.Linear(hidden, hidden)))() for _ in range(layers))
+        self.mlps = nn.ModuleList(
+            (mlp or (lambda: nn.Linear(hidden, hidden)))() for _ in range(layers)
+        )
         self.head = nn.Linear(hidden, VOCAB, bias=False)
 
     def forward(self, tokens, batch, k_pages, v_pages):
@@ -61,10 +71,27 @@ def decoder(layers=3, **more):
     return Decoder(layers, **more).eval()
 
 
-def paged_cache(layers=3, pages=64, requests=8, width=8, device="cpu", dtype=torch.float32, page=PAGE, head_dim=D):
+def paged_cache(
+    layers=3,
+    pages=64,
+    requests=8,
+    width=8,
+    device="cpu",
+    dtype=torch.float32,
+    page=PAGE,
+    head_dim=D,
+):
     """A cache whose every page, the null page included, is NaN until it is written."""
     cache = PagedCache(
-        layers, pages, page, KV_HEADS, head_dim, max_requests=requests, max_pages_per_request=width, dtype=dtype, device=device
+        layers,
+        pages,
+        page,
+        KV_HEADS,
+        head_dim,
+        max_requests=requests,
+        max_pages_per_request=width,
+        dtype=dtype,
+        device=device,
     )
     for pool in (*cache.k_pages, *cache.v_pages):
         pool.fill_(float("nan"))

@@ -1,9 +1,12 @@
-"""A stand-in for CUDA graphs on a CPU: work between begin and end is recorded op by op with its tensors, and a replay does it again.
+"""A stand-in for CUDA graphs on a CPU: work between begin and end is recorded op by op with its
+tensors, and a replay does it again.
 
-As on a GPU, a replay reads what the captured addresses hold by then and writes where the capture wrote. A buffer that was allocated in
-a capture holds NaN at a replay until something is written there; and memory of a capture that nobody held any more when a later one
-began holds NaN once that one is replayed, for it may have put other things there; so does memory that nobody held any more when something
-was made later in the same capture. Inductor's code is one call without ops: `opaque` makes it one.
+As on a GPU, a replay reads what the captured addresses hold by then and writes where the capture
+wrote. A buffer that was allocated in a capture holds NaN at a replay until something is written
+there; and memory of a capture that nobody held any more when a later one began holds NaN once that
+one is replayed, for it may have put other things there; so does memory that nobody held any more
+when something was made later in the same capture. Inductor's code is one call without ops: `opaque`
+makes it one.
 """
 
 import weakref
@@ -38,10 +41,19 @@ def poison(t):
 
 
 class Recorded:
-    """log: what was done, as (name, addresses of what it reads). over: memory that it may have used anew."""
+    """log: what was done, as (name, addresses of what it reads). over: memory that it may have used
+    anew."""
 
     def __init__(self, device, over):
-        self.device, self.over, self.work, self.log, self.replays, self.alive, self.bytes = device, over, [], [], 0, True, 0
+        self.device, self.over, self.work, self.log, self.replays, self.alive, self.bytes = (
+            device,
+            over,
+            [],
+            [],
+            0,
+            True,
+            0,
+        )
         self.dead = {storage(t) for t in over}
 
     def add(self, name, run, args, out):
@@ -89,7 +101,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class StandIn:
-    """calls: begin, end, abort and replay in order. graphs: all that were captured. need: answers how many bytes a run needs.
+    """calls: begin, end, abort and replay in order. graphs: all that were captured. need: answers
+    how many bytes a run needs.
 
     made: memory of captures by address, with references to what was given it.
     """
@@ -121,7 +134,11 @@ class StandIn:
 
     def dead(self, known):
         """Memory that nobody holds, which is then `known` to be so."""
-        found = [t for at, (t, holders) in self.made.items() if at not in known and not any(ref() is not None for ref in holders)]
+        found = [
+            t
+            for at, (t, holders) in self.made.items()
+            if at not in known and not any(ref() is not None for ref in holders)
+        ]
         known.update(map(storage, found))
         return found
 
@@ -133,7 +150,8 @@ class StandIn:
         return out
 
     def opaque(self, call):
-        """`call` as one operation. What it reads is unknown, so none of its memory counts as its own."""
+        """`call` as one operation. What it reads is unknown, so none of its memory counts as its
+        own."""
 
         def one(*given):
             if self.open is None:
@@ -180,5 +198,8 @@ class StandIn:
         self.calls.append("settle")
 
     def release(self):
-        # Those of another step on the same device may live on; a test of one step sees the difference.
-        self.calls.append("release while graphs hold it" if any(g.alive for g in self.graphs) else "release")
+        # Those of another step on the same device may live on; a test of one step sees the
+        # difference.
+        self.calls.append(
+            "release while graphs hold it" if any(g.alive for g in self.graphs) else "release"
+        )

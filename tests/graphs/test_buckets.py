@@ -31,24 +31,43 @@ def test_the_next_bucket_serves():
     assert BUCKETS.find("decode", 3, 3) == Bucket(4, 4, "decode") == BUCKETS.find("decode", 4, 4)
     assert BUCKETS.find("mixed", 17, 2) == Bucket(32, 4, "mixed")
     assert [str(b) for b in BUCKETS.all()] == [
-        "mixed 32 tokens x4", "verify 5 x4", "mixed 16 tokens x4", "verify 3 x4", "verify 5 x2", "verify 3 x2", "verify 5 x1",
-        "decode x4", "verify 3 x1", "decode x2", "decode x1",
-    ]  # fmt: skip
+        "mixed 32 tokens x4",
+        "verify 5 x4",
+        "mixed 16 tokens x4",
+        "verify 3 x4",
+        "verify 5 x2",
+        "verify 3 x2",
+        "verify 5 x1",
+        "decode x4",
+        "verify 3 x1",
+        "decode x2",
+        "decode x1",
+    ]
     assert BUCKETS.most == (32, 4) and Buckets(decode=(2, 4), tokens=(8,)).rows == 4
 
 
 def test_verify_batches():
     assert BUCKETS.kind(8, 4, 2) == BUCKETS.kind(20, 4, 5) == "verify"
-    assert BUCKETS.find("verify", 8, 4, 2) == Bucket(12, 4, "verify") and BUCKETS.find("verify", 5, 1, 5) == Bucket(5, 1, "verify")
-    assert BUCKETS.kind(4, 4, 1) == "decode" and BUCKETS.kind(5, 5, 2) == BUCKETS.kind(6, 1, 6) == "mixed"
+    assert BUCKETS.find("verify", 8, 4, 2) == Bucket(12, 4, "verify") and BUCKETS.find(
+        "verify", 5, 1, 5
+    ) == Bucket(5, 1, "verify")
+    assert (
+        BUCKETS.kind(4, 4, 1) == "decode"
+        and BUCKETS.kind(5, 5, 2) == BUCKETS.kind(6, 1, 6) == "mixed"
+    )
     # Rows of no request need room, too.
-    assert BUCKETS.find("verify", 7, 2, 3) == Bucket(12, 4, "verify") and BUCKETS.kind(30, 2, 3) == "mixed"
+    assert (
+        BUCKETS.find("verify", 7, 2, 3) == Bucket(12, 4, "verify")
+        and BUCKETS.kind(30, 2, 3) == "mixed"
+    )
     assert [b.queries for b in BUCKETS.of_trace("verify 3")] == [3, 3, 3]
 
 
 def test_a_dropped_bucket_serves_nobody():
     buckets = replace(BUCKETS, dropped=frozenset({Bucket(4, 4, "decode"), Bucket(12, 4, "verify")}))
-    assert buckets.find("decode", 2, 2) == Bucket(2, 2, "decode") and buckets.find("verify", 12, 4, 3) == Bucket(20, 4, "verify")
+    assert buckets.find("decode", 2, 2) == Bucket(2, 2, "decode") and buckets.find(
+        "verify", 12, 4, 3
+    ) == Bucket(20, 4, "verify")
     assert len(buckets.all()) == 9 and buckets.most == (32, 4)
     with pytest.raises(BatchTooLarge, match="decode batch: requests got 3, want at most 2"):
         buckets.find("decode", 3, 3)
@@ -61,7 +80,12 @@ def test_a_dropped_bucket_serves_nobody():
         ({}, "mixed", (33, 2), "mixed batch: tokens got 33, want at most 32"),
         ({}, "mixed", (20, 7), "mixed batch: requests got 7, want at most 4"),
         ({"tokens": ()}, "verify", (10, 5, 2), "verify batch: requests got 5, want at most 4"),
-        ({"tokens": ()}, "mixed", (8, 2, 4), "mixed batch: tokens got 8, want a bucket for such batches"),
+        (
+            {"tokens": ()},
+            "mixed",
+            (8, 2, 4),
+            "mixed batch: tokens got 8, want a bucket for such batches",
+        ),
     ],
 )
 def test_over_the_largest(given, kind, sizes, text):

@@ -1,4 +1,5 @@
-"""Guards of cached code are taken whole: a trace of many sizes stays one, whether its code was compiled or found."""
+"""Guards of cached code are taken whole: a trace of many sizes stays one, whether its code was
+compiled or found."""
 
 import random
 from contextlib import nullcontext
@@ -35,11 +36,22 @@ def size(hint):
     """A symbolic size of a trace, and the trace."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     source = ConstantSource("x")
-    tensor = mode.from_tensor(torch.empty(hint), source=source, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]))
+    tensor = mode.from_tensor(
+        torch.empty(hint),
+        source=source,
+        symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]),
+    )
     return tensor.shape[0], TracingContext(mode)
 
 
-@pytest.mark.parametrize("code", ["min(3, L['t0']) == L['t0']", "L['t0'] == 3 or L['t0'] == 1", "max(L['t0'], 3) == 3 or L['t0'] < 9"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "min(3, L['t0']) == L['t0']",
+        "L['t0'] == 3 or L['t0'] == 1",
+        "max(L['t0'], 3) == 3 or L['t0'] < 9",
+    ],
+)
 def test_a_guard_of_many_sizes_is_no_guard_of_one(code):
     known = []
     for block in (nullcontext, whole_guards):
@@ -51,4 +63,6 @@ def test_a_guard_of_many_sizes_is_no_guard_of_one(code):
         known.append([str(guard.expr).replace(str(symbol), "s") for guard in env.guards])
     assert known[0] != known[1], "torch takes them whole by itself: this file can go"
     ranges = ["Eq(s, Min(3, s))", "Eq(Min(3, s), s)", "Eq(s, 3) | Eq(s, 1)", "Eq(s, 1) | Eq(s, 3)"]
-    assert known[1] == [] or (len(known[1]) == 1 and (known[1][0] in ranges or "|" in known[1][0])), known
+    assert known[1] == [] or (
+        len(known[1]) == 1 and (known[1][0] in ranges or "|" in known[1][0])
+    ), known

@@ -16,7 +16,8 @@ SIX = len(BUCKETS.all())
 
 
 class Counting(StandIn):
-    """outer: sessions that lie in no other. inner: those that do. warm_runs: those before captures."""
+    """outer: sessions that lie in no other. inner: those that do. warm_runs: those before
+    captures."""
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -47,7 +48,11 @@ def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
     device, prepared = Counting(), []
     pair = Pair(mode, BUCKETS, layers=2)
     runner, real = pair.step.runner, pair.step.runner.prepare
-    monkeypatch.setattr(runner, "prepare", lambda step, bucket, given: prepared.append(bucket.trace) or real(step, bucket, given))
+    monkeypatch.setattr(
+        runner,
+        "prepare",
+        lambda step, bucket, given: prepared.append(bucket.trace) or real(step, bucket, given),
+    )
     pair.step.graphs = pair.device = device
     report = pair.step.capture(**(given := pair.example("ab")))
     assert len(report.rows) == SIX and sorted(prepared) == ["decode", "mixed"]
@@ -61,7 +66,8 @@ def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):
 
 
 def test_a_size_told_apart_is_one_more_trace_and_none_of_its_need():
-    """A run that compiles is none to take memory by: what is compared with a budget is what the bucket takes."""
+    """A run that compiles is none to take memory by: what is compared with a budget is what the
+    bucket takes."""
     device, compiled = Counting(), []
 
     def inner(module, examples):
@@ -70,7 +76,14 @@ def test_a_size_told_apart_is_one_more_trace_and_none_of_its_need():
 
     needs = []
     device.need = lambda: needs.append(len(compiled)) or 0
-    step = rows_of(piecewise, device, lambda x: x * (2 if x.shape[0] > 1 else 3), one_differs=True, inner=inner, budget_bytes=1 << 30)
+    step = rows_of(
+        piecewise,
+        device,
+        lambda x: x * (2 if x.shape[0] > 1 else 3),
+        one_differs=True,
+        inner=inner,
+        budget_bytes=1 << 30,
+    )
     step.capture(torch.ones(2, 3))
     assert step.runner.traces == {"mixed": 2} and len(compiled) == 2
     assert needs == [1, 1, 1, 2, 2], "the last bucket is measured once more, after it was compiled"
@@ -93,7 +106,10 @@ def test_what_progress_does_stays_done(mode):
         step(torch.ones(2))
 
     report = step.capture(torch.ones(4), progress=progress)
-    assert [(str(row.bucket), row.replays) for row in report.rows] == [("mixed 4 tokens x0", 0), ("mixed 2 tokens x0", 2)]
+    assert [(str(row.bucket), row.replays) for row in report.rows] == [
+        ("mixed 4 tokens x0", 0),
+        ("mixed 2 tokens x0", 2),
+    ]
     assert float(state) == 2
 
 
@@ -117,7 +133,13 @@ def test_a_capture_that_fails_on_its_way_keeps_what_it_has(mode):
 
 
 def test_an_op_of_torch_is_kept_out_where_that_is_asked_for():
-    step = rows_of(breakable, StandIn(), lambda x: x.sin().exp() + 1, sizes=(2,), eager={"mixed": ("aten::exp",)})
+    step = rows_of(
+        breakable,
+        StandIn(),
+        lambda x: x.sin().exp() + 1,
+        sizes=(2,),
+        eager={"mixed": ("aten::exp",)},
+    )
     close(step(torch.ones(2)), torch.ones(2).sin().exp() + 1)
     [row] = step.report().rows
     assert [str(each) for each in row.breaks] == ["aten.exp.default"] and row.graphs == 2
@@ -137,7 +159,8 @@ def raising(error):
 
 
 def test_pieces_are_tuned_as_torch_compile_tunes(monkeypatch):
-    """At their first run. Compile-time tuning makes tensors like all inputs, pages among them, and compiles every kernel twice."""
+    """At their first run. Compile-time tuning makes tensors like all inputs, pages among them, and
+    compiles every kernel twice."""
     found = []
 
     def codegen(self):
@@ -151,7 +174,9 @@ def test_pieces_are_tuned_as_torch_compile_tunes(monkeypatch):
     assert found == [None]
 
 
-@pytest.mark.parametrize(("inner", "gpu"), [("inductor", True), ("tuned", True), ("eager", True), ("inductor", False)])
+@pytest.mark.parametrize(
+    ("inner", "gpu"), [("inductor", True), ("tuned", True), ("eager", True), ("inductor", False)]
+)
 def test_workers_for_gpus_start_before_the_model_is_traced(inner, gpu, monkeypatch):
     from torch._inductor import async_compile
 
@@ -164,7 +189,9 @@ def test_workers_for_gpus_start_before_the_model_is_traced(inner, gpu, monkeypat
 
     monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: told.append("workers"))
     monkeypatch.setattr(traced, "start_workers", start)
-    monkeypatch.setattr(traced.Traced, "_backend", lambda *_: (told.append("traced"), raising(Seen())()))
+    monkeypatch.setattr(
+        traced.Traced, "_backend", lambda *_: (told.append("traced"), raising(Seen())())
+    )
     with pytest.raises(Exception, match="Seen"):
         rows_of(piecewise, StandIn(), inner=inner)(torch.ones(2))
     assert told == ["workers"] * (gpu and inner != "eager") + ["traced"]
@@ -172,6 +199,10 @@ def test_workers_for_gpus_start_before_the_model_is_traced(inner, gpu, monkeypat
 
 def test_an_error_of_the_second_trace_is_raised_as_it_is(monkeypatch):
     """The first trace specialises a size, and the second fails for a reason of its own."""
-    monkeypatch.setattr(traced.Traced, "_backend", raising([traced._SizeSpecialises(), RuntimeError("out of memory")]))
+    monkeypatch.setattr(
+        traced.Traced,
+        "_backend",
+        raising([traced._SizeSpecialises(), RuntimeError("out of memory")]),
+    )
     with pytest.raises(Exception, match="out of memory"):
         rows_of(piecewise, StandIn())(torch.ones(2))

@@ -1,4 +1,5 @@
-"""What CudaGraphs asks of torch.cuda, in which order, against a torch.cuda that only writes it down."""
+"""What CudaGraphs asks of torch.cuda, in which order, against a torch.cuda that only writes it
+down."""
 
 import gc
 import itertools
@@ -31,7 +32,8 @@ def cuda(monkeypatch):
             log.append(f"{self.name} idle")
 
     class Graph:
-        """As torch's: it registers the state that the generator has, allocates for it, and takes it into the capture."""
+        """As torch's: it registers the state that the generator has, allocates for it, and takes it
+        into the capture."""
 
         captured = False
 
@@ -88,7 +90,9 @@ def cuda(monkeypatch):
 
         def draw(self):
             if self.state["capturing"]:
-                raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+                raise RuntimeError(
+                    "Offset increment outside graph capture encountered unexpectedly."
+                )
             self.state["offset"] += 4
 
     generator = Generator({"offset": 8, "capturing": False})
@@ -109,9 +113,17 @@ def cuda(monkeypatch):
         log.append(f"off {s.name}")
 
     state = SimpleNamespace(
-        log=log, broken=0, pools=itertools.count(), current=0, allocator="native", devices=[], recording=[], released=[],
-        generator=generator, held={},
-    )  # fmt: skip
+        log=log,
+        broken=0,
+        pools=itertools.count(),
+        current=0,
+        allocator="native",
+        devices=[],
+        recording=[],
+        released=[],
+        generator=generator,
+        held={},
+    )
 
     def of_device(answer):
         def ask(device):
@@ -121,23 +133,35 @@ def cuda(monkeypatch):
         return ask
 
     for name, value in {
-        "CUDAGraph": Graph, "stream": stream, "current_stream": lambda device: Stream("main"),
-        "graph_pool_handle": lambda: f"pool {next(state.pools)}", "synchronize": lambda device: log.append("synchronize"),
-        "reset_peak_memory_stats": lambda device: log.append("reset peak"), "memory_allocated": of_device(100),
-        "max_memory_allocated": lambda device: 350, "mem_get_info": of_device((600, 1000)), "memory_reserved": lambda device: 150,
-        "empty_cache": lambda: log.append("empty cache"), "current_device": lambda: state.current,
-        "get_allocator_backend": lambda: state.allocator, "default_generators": [generator, generator],
+        "CUDAGraph": Graph,
+        "stream": stream,
+        "current_stream": lambda device: Stream("main"),
+        "graph_pool_handle": lambda: f"pool {next(state.pools)}",
+        "synchronize": lambda device: log.append("synchronize"),
+        "reset_peak_memory_stats": lambda device: log.append("reset peak"),
+        "memory_allocated": of_device(100),
+        "max_memory_allocated": lambda device: 350,
+        "mem_get_info": of_device((600, 1000)),
+        "memory_reserved": lambda device: 150,
+        "empty_cache": lambda: log.append("empty cache"),
+        "current_device": lambda: state.current,
+        "get_allocator_backend": lambda: state.allocator,
+        "default_generators": [generator, generator],
         "memory_snapshot": lambda pool, include_traces: state.held.get(pool, ()),
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for name, value in {
-        "_cuda_clearCublasWorkspaces": lambda: log.append("clear workspaces"), "_cuda_endAllocateToPool": end_pool,
+        "_cuda_clearCublasWorkspaces": lambda: log.append("clear workspaces"),
+        "_cuda_endAllocateToPool": end_pool,
         "_cuda_releasePool": release,
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setattr(torch._C, name, value, raising=False)
     # Of the capture that takes a generator out of another.
     monkeypatch.setattr(torch, "zeros", lambda *given, real=torch.zeros, **more: real(*given))
-    monkeypatch.setattr("attnops.graphs.cuda_graphs.capture_stream", lambda index: of_device(Stream())(torch.device("cuda", index)))
+    monkeypatch.setattr(
+        "attnops.graphs.cuda_graphs.capture_stream",
+        lambda index: of_device(Stream())(torch.device("cuda", index)),
+    )
     return state
 
 
@@ -173,14 +197,25 @@ def test_a_capture(cuda):
         graph, out = captured(device, lambda: cuda.log.append("run") or 7)
     assert gc.isenabled() and out == 7 and not isinstance(graph, int)
     assert cuda.log == [
-        "side waits for main", "on side", "side idle", "clear workspaces", "begin pool 0 thread_local gc=False", "run", "end",
-        "clear workspaces", "off side", "main waits for side",
-    ]  # fmt: skip
+        "side waits for main",
+        "on side",
+        "side idle",
+        "clear workspaces",
+        "begin pool 0 thread_local gc=False",
+        "run",
+        "end",
+        "clear workspaces",
+        "off side",
+        "main waits for side",
+    ]
 
 
-@pytest.mark.parametrize(("when", "broken"), [("in the step", 0), ("in the step", 2), ("at its end", 2)])
+@pytest.mark.parametrize(
+    ("when", "broken"), [("in the step", 0), ("in the step", 2), ("at its end", 2)]
+)
 def test_a_capture_that_fails_leaves_nothing_behind(cuda, release_of_torch, when, broken):
-    """Or was invalidated, by a synchronise in the step, or in another thread: torch's allocator and its generator may still be in it."""
+    """Or was invalidated, by a synchronise in the step, or in another thread: torch's allocator and
+    its generator may still be in it."""
     device = CudaGraphs()
     kept, _ = captured(device, lambda: None)
     cuda.broken = broken  # at every try to end it
@@ -193,7 +228,9 @@ def test_a_capture_that_fails_leaves_nothing_behind(cuda, release_of_torch, when
         session(device, step)
     assert cuda.log[-1] == "main waits for side" and cuda.log.count("reset") == 1
     assert cuda.log.count("end pool 0 by hand") == (broken > 0 and release_of_torch < (2, 13))
-    assert cuda.released == ["pool 0"] and not cuda.recording, "once, for the graph that lives holds the pool for itself"
+    assert cuda.released == ["pool 0"] and not cuda.recording, (
+        "once, for the graph that lives holds the pool for itself"
+    )
     cuda.generator.draw()
     assert gc.isenabled()
     cuda.broken = 0
@@ -207,7 +244,9 @@ def test_a_capture_that_fails_leaves_nothing_behind(cuda, release_of_torch, when
     device.abort()  # nothing is open
 
 
-def test_a_capture_that_does_not_begin_takes_nothing_from_its_pool(cuda, release_of_torch, monkeypatch):
+def test_a_capture_that_does_not_begin_takes_nothing_from_its_pool(
+    cuda, release_of_torch, monkeypatch
+):
     device = CudaGraphs()
     kept = captured(device, lambda: None)
 
@@ -224,10 +263,15 @@ def test_a_capture_that_does_not_begin_takes_nothing_from_its_pool(cuda, release
 
 @pytest.mark.parametrize("broken", [1, 2, 9], ids=["once", "twice", "always"])
 def test_a_generator_that_a_capture_drew_from_is_taken_out_of_it(cuda, monkeypatch, broken):
-    """By a capture that succeeds, with the state that other graphs follow; where none does, by a copy of the state."""
+    """By a capture that succeeds, with the state that other graphs follow; where none does, by a
+    copy of the state."""
     monkeypatch.setattr(capturing, "version", lambda: (2, 11))
     device, own = CudaGraphs(), cuda.generator.state
-    with pytest.raises(ZeroDivisionError), drawing_nothing(torch.device("cuda:0")), device.session():
+    with (
+        pytest.raises(ZeroDivisionError),
+        drawing_nothing(torch.device("cuda:0")),
+        device.session(),
+    ):
         cuda.broken = broken
         captured(device, lambda: 1 / 0)
     cuda.generator.draw()
@@ -237,7 +281,8 @@ def test_a_generator_that_a_capture_drew_from_is_taken_out_of_it(cuda, monkeypat
 
 
 def test_other_threads_draw_while_a_capture_runs(cuda, monkeypatch):
-    """On torch below 2.13, whose generator refuses that once a capture has registered its state. The numbers are not drawn again."""
+    """On torch below 2.13, whose generator refuses that once a capture has registered its state.
+    The numbers are not drawn again."""
     monkeypatch.setattr(capturing, "version", lambda: (2, 11))
     device, generator, own = CudaGraphs(), cuda.generator, cuda.generator.state
     drawn, real = [], torch.empty
@@ -250,7 +295,10 @@ def test_other_threads_draw_while_a_capture_runs(cuda, monkeypatch):
     monkeypatch.setattr(torch, "empty", empty)
     captured(device, generator.draw)
     assert drawn == [False] and generator.state is own and own == {"offset": 16, "capturing": False}
-    with drawing_nothing(torch.device("cuda:0")), pytest.raises(RuntimeError, match="outside graph capture"):
+    with (
+        drawing_nothing(torch.device("cuda:0")),
+        pytest.raises(RuntimeError, match="outside graph capture"),
+    ):
         captured(device, generator.draw)
 
 
@@ -260,7 +308,9 @@ def test_a_step_that_draws_without_saying_so_is_captured_as_one_that_does():
 
         def end(self):
             if not capturing.DRAWS.get():
-                raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
+                raise RuntimeError(
+                    "Attempt to increase offset for a CUDA generator not in capture mode."
+                )
             return super().end()
 
     def step(x):
@@ -323,7 +373,8 @@ def test_sessions_on_one_stream_take_turns(cuda):
 
 
 def test_a_pool_is_as_old_as_its_graphs(cuda):
-    """torch's allocator fails on the handle of a pool that no graph holds any more: after free(), or a first capture that failed."""
+    """torch's allocator fails on the handle of a pool that no graph holds any more: after free(),
+    or a first capture that failed."""
     device = CudaGraphs()
 
     def begun():
@@ -382,10 +433,17 @@ def test_weak_memory_is_not_held(cuda, monkeypatch):
     x = torch.arange(12.0).view(3, 4)[1:, ::2]
     made = x.untyped_storage()
     name = "_construct_storage_from_data_pointer"
-    monkeypatch.setattr(torch._C, name, lambda at, where, size: made if size == 48 else None, raising=False)
+    monkeypatch.setattr(
+        torch._C, name, lambda at, where, size: made if size == 48 else None, raising=False
+    )
     device = CudaGraphs()
     y = device.weak(x)
-    assert y is not x and torch.equal(y, x) and y.stride() == x.stride() and y.data_ptr() == x.data_ptr()
+    assert (
+        y is not x
+        and torch.equal(y, x)
+        and y.stride() == x.stride()
+        and y.data_ptr() == x.data_ptr()
+    )
     monkeypatch.delattr(torch._C, name)
     assert device.weak(x) is x
 
@@ -402,9 +460,13 @@ def test_the_device_is_bound_at_the_first_use(cuda, given):
 
 
 def test_what_is_refused(cuda):
-    """An allocator whose addresses change before anything is begun, as a reason that a patched model's report can say."""
+    """An allocator whose addresses change before anything is begun, as a reason that a patched
+    model's report can say."""
     device, cuda.allocator = CudaGraphs(), "cudaMallocAsync"
-    with pytest.raises(NotCapturable, match="got the allocator 'cudaMallocAsync', want 'native'"), device.session():
+    with (
+        pytest.raises(NotCapturable, match="got the allocator 'cudaMallocAsync', want 'native'"),
+        device.session(),
+    ):
         pass
     assert not cuda.log and gc.isenabled()
     with pytest.raises(InvalidInput, match="device: got cpu"):
@@ -427,7 +489,8 @@ class Ring:
 
 
 def test_sessions_within_one_collect_what_was_made_since(cuda, thawed):
-    """All buckets share a session. To look at everything again for each would take longer than many a capture."""
+    """All buckets share a session. To look at everything again for each would take longer than many
+    a capture."""
     device, before = CudaGraphs(), gc.get_freeze_count()
     died = []
 
@@ -446,7 +509,9 @@ def test_sessions_within_one_collect_what_was_made_since(cuda, thawed):
         for _ in range(3):
             seen = len(died)
             with device.session():
-                assert died[1:] == ["of a capture", "between"] * (len(died) // 2), "none of an earlier bucket holds memory in a later"
+                assert died[1:] == ["of a capture", "between"] * (len(died) // 2), (
+                    "none of an earlier bucket holds memory in a later"
+                )
                 assert len(gc.get_objects()) < 10_000, "what was there before is not looked at"
                 seen = len(died)
                 assert captured(device, run)[1] == seen
@@ -460,7 +525,8 @@ def test_sessions_within_one_collect_what_was_made_since(cuda, thawed):
 
 @pytest.mark.parametrize("free", [60, 80])
 def test_old_garbage_is_looked_for_where_memory_is_short(cuda, thawed, monkeypatch, free):
-    """Free memory is the driver's and that of the allocator's blocks without a tensor, here 50: less than 125 of 1000 is short."""
+    """Free memory is the driver's and that of the allocator's blocks without a tensor, here 50:
+    less than 125 of 1000 is short."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
     died = []
     old = Ring()
@@ -496,7 +562,9 @@ WHERE = {
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_an_interrupt_leaves_the_collector_and_the_device_as_they_were(cuda, thawed, monkeypatch, where):
+def test_an_interrupt_leaves_the_collector_and_the_device_as_they_were(
+    cuda, thawed, monkeypatch, where
+):
     device, before = CudaGraphs(), gc.get_freeze_count()
     owner = WHERE[where](device)
     real = getattr(owner, where)
@@ -513,11 +581,14 @@ def test_an_interrupt_leaves_the_collector_and_the_device_as_they_were(cuda, tha
     cuda.log.clear()
     with device.session():
         captured(device, lambda: None)
-    assert "on side" in cuda.log and any(line.endswith("thread_local gc=False") for line in cuda.log)
+    assert "on side" in cuda.log and any(
+        line.endswith("thread_local gc=False") for line in cuda.log
+    )
 
 
 def test_garbage_is_collected_between_captures(cuda):
-    """Pieces compile there, for seconds, while other threads go on. A program without collections keeps none."""
+    """Pieces compile there, for seconds, while other threads go on. A program without collections
+    keeps none."""
     device = CudaGraphs()
     for collects in (True, False):
         (gc.enable if collects else gc.disable)()

@@ -10,9 +10,20 @@ from tests.graphs.helpers import any_mode, close, graphed
 
 @any_mode
 def test_latents(mode):
-    model = LatentAttention(32, 4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8).eval()
-    widths = {"latent_dim": 16, "rope_dim": 8, "max_requests": 4, "max_tokens_per_request": 32, "page_size": 4, "q_heads": 4}
-    mine, theirs = (LatentCache(1, 256, **widths, dtype=torch.float32, device="cpu") for _ in range(2))
+    model = LatentAttention(
+        32, 4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+    ).eval()
+    widths = {
+        "latent_dim": 16,
+        "rope_dim": 8,
+        "max_requests": 4,
+        "max_tokens_per_request": 32,
+        "page_size": 4,
+        "q_heads": 4,
+    }
+    mine, theirs = (
+        LatentCache(1, 256, **widths, dtype=torch.float32, device="cpu") for _ in range(2)
+    )
     for cache in (mine, theirs):
         cache.latent_pages[0][1:] = float("nan")
     buckets = Buckets(decode=(2, 4), tokens=(16,), requests=4, verify=(3,))

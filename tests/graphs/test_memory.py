@@ -18,8 +18,12 @@ def test_capture_of_all_buckets_is_largest_first_and_told():
     report = pair.step.capture(**pair.example(), progress=lambda *at: told.append(at))
     names = ["mixed 32 tokens x4", "mixed 16 tokens x4", "decode x4", "decode x2", "decode x1"]
     assert told == [(i, 5, name) for i, name in enumerate(names, 1)]
-    assert [r.bytes for r in report.rows] == sorted((r.bytes for r in report.rows), reverse=True) and report.graph_bytes > 0
-    assert report.graph_bytes == pair.device.used() and report.input_bytes == pair.step._inputs.bytes
+    assert [r.bytes for r in report.rows] == sorted(
+        (r.bytes for r in report.rows), reverse=True
+    ) and report.graph_bytes > 0
+    assert (
+        report.graph_bytes == pair.device.used() and report.input_bytes == pair.step._inputs.bytes
+    )
     pytest.importorskip("rich", reason="rich draws the bar")
     with bar() as progress:  # again: nothing is left to do
         assert pair.step.capture(**pair.example(), progress=progress) == report
@@ -27,7 +31,8 @@ def test_capture_of_all_buckets_is_largest_first_and_told():
 
 @both_modes
 def test_memory_of_pieces_serves_later_ones(mode):
-    """What a graph no longer needs is free for the next, within a bucket and between buckets, and results hold all the same."""
+    """What a graph no longer needs is free for the next, within a bucket and between buckets, and
+    results hold all the same."""
     pair = Pair(mode, Buckets(decode=(2, 4)), kernel=BOUNDARY, layers=2)
     pair.step.capture(**pair.example())
     first, *rest = pair.device.graphs
@@ -45,18 +50,31 @@ def test_over_the_budget_raises_with_the_figures(needs, held):
     needs, taken = iter(needs), iter(held)
     pair = Pair(breakable, Buckets(decode=(2, 4)), budget_bytes=8000, need=lambda: next(needs))
     pair.device.used = lambda: next(taken)
-    with pytest.raises(OverBudget, match=r"decode x2: got a need of .* held by graphs, want at most 8000") as e:
+    with pytest.raises(
+        OverBudget, match=r"decode x2: got a need of .* held by graphs, want at most 8000"
+    ) as e:
         pair.step.capture(**pair.example())
-    assert (e.value.need, e.value.held, e.value.budget) == ((9000, 0, 8000) if held[1] == 0 else (10, 8001, 8000))
+    assert (e.value.need, e.value.held, e.value.budget) == (
+        (9000, 0, 8000) if held[1] == 0 else (10, 8001, 8000)
+    )
     assert buckets_of(pair.step) == ["decode x4"] and pair.device.calls == ["begin", "end"]
 
 
 @pytest.mark.parametrize("over", ["raise", "eager"])
 def test_over_the_budget_drops_the_largest(over):
     need = iter((9000, 8000, 2))
-    pair = Pair(breakable, Buckets(decode=(1, 2, 4), over=over), budget_bytes=8000, over_budget="drop", need=lambda: next(need))
+    pair = Pair(
+        breakable,
+        Buckets(decode=(1, 2, 4), over=over),
+        budget_bytes=8000,
+        over_budget="drop",
+        need=lambda: next(need),
+    )
     report = pair.step.capture(**pair.example())
-    assert [str(b) for b in report.dropped] == ["decode x4"] and buckets_of(pair.step) == ["decode x2", "decode x1"]
+    assert [str(b) for b in report.dropped] == ["decode x4"] and buckets_of(pair.step) == [
+        "decode x2",
+        "decode x1",
+    ]
     assert "dropped, over the memory budget: decode x4" in str(report)
     if over == "raise":
         with pytest.raises(BatchTooLarge, match="got 3, want at most 2"):
@@ -69,7 +87,13 @@ def test_over_the_budget_drops_the_largest(over):
 
 def test_dropped_at_its_first_call():
     need = iter((9000, 1))
-    pair = Pair(breakable, Buckets(decode=(2, 4)), budget_bytes=100, over_budget="drop", need=lambda: next(need))
+    pair = Pair(
+        breakable,
+        Buckets(decode=(2, 4)),
+        budget_bytes=100,
+        over_budget="drop",
+        need=lambda: next(need),
+    )
     pair.device.used = lambda: 0
     pair.agree("a")  # the bucket of 2 is dropped, that of 4 answers
     assert buckets_of(pair.step) == ["decode x4"]
@@ -81,7 +105,11 @@ def test_free_gives_everything_back_and_a_call_captures_anew(mode):
     pair.agree("ab")
     pair.step.free()
     assert pair.device.calls[-2:] == ["settle", "release"]
-    assert pair.device.used() == 0 and not pair.step.report().rows and not pair.step.report().input_bytes
+    assert (
+        pair.device.used() == 0
+        and not pair.step.report().rows
+        and not pair.step.report().input_bytes
+    )
     pair.agree("ab")
     # What was stale may be captured with now.
     pair.step.free()
@@ -114,7 +142,13 @@ def test_lost_numbers_are_a_mismatch():
     x = torch.tensor([1.0, nan, inf, -inf])
     compare("b", {"a": x, "n": 1}, {"a": x.clone(), "n": 1}, None)
     compare("b", torch.tensor([1.05]), torch.tensor([1.0]), 0.1)
-    for bad in ([1.0, 2.0, inf, -inf], [nan, nan, inf, -inf], [1.0, nan, -inf, -inf], [1.1, nan, inf, -inf], [1.0, nan]):
+    for bad in (
+        [1.0, 2.0, inf, -inf],
+        [nan, nan, inf, -inf],
+        [1.0, nan, -inf, -inf],
+        [1.1, nan, inf, -inf],
+        [1.0, nan],
+    ):
         with pytest.raises(ReplayMismatch, match="b, output"):
             compare("b", {"a": torch.tensor(bad)}, {"a": x}, None)
 
@@ -132,7 +166,11 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode):
     pair.device.call = failing
     with pytest.raises(NotCapturable, match=r"operation not permitted when stream is capturing$"):
         pair.step(**pair.example())
-    assert not pair.step.report().rows and pair.device.open is None and pair.device.calls == ["begin", "abort"]
+    assert (
+        not pair.step.report().rows
+        and pair.device.open is None
+        and pair.device.calls == ["begin", "abort"]
+    )
     fail.clear()
     pair.agree("ab")
 
@@ -140,13 +178,19 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode):
 @pytest.mark.sweep(2)
 @whole_and_split
 def test_what_is_held_does_not_grow_with_layers(kernel):
-    """A value that no later layer reads gives its memory back within the graph, and when a bucket runs without one."""
+    """A value that no later layer reads gives its memory back within the graph, and when a bucket
+    runs without one."""
     pair = Pair(piecewise, Buckets(decode=(2,)), kernel=kernel, layers=4)
     held, forward = [], pair.device.call
 
     def call(op, args, kwargs):
         if op.name() == "attnops::write_kv":
-            held.append(sum(any(ref() is not None for ref in holders) for _, holders in pair.device.made.values()))
+            held.append(
+                sum(
+                    any(ref() is not None for ref in holders)
+                    for _, holders in pair.device.made.values()
+                )
+            )
         return forward(op, args, kwargs)
 
     pair.device.call = call

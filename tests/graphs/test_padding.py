@@ -1,4 +1,5 @@
-"""What fills a bucket can neither write to a live page nor read from one, at capture or at a replay."""
+"""What fills a bucket can neither write to a live page nor read from one, at capture or at a
+replay."""
 
 from dataclasses import replace
 
@@ -15,7 +16,11 @@ from tests.graphs.models import BOUNDARY, PAGE, VOCAB
 @pytest.mark.parametrize("padding", ["absent", "null"])
 def test_a_step_writes_its_slots_and_reads_its_pages_alone(mode, padding):
     """A capture beforehand writes nothing."""
-    pair = Pair(mode, Buckets(decode=(1, 4), tokens=(16,), requests=4, padding=padding), kernel=BOUNDARY if padding == "absent" else None)
+    pair = Pair(
+        mode,
+        Buckets(decode=(1, 4), tokens=(16,), requests=4, padding=padding),
+        kernel=BOUNDARY if padding == "absent" else None,
+    )
     null = [0] if padding == "null" else []
     for pool in pools(pair.cache, pair.twin):
         pool[null] = 0
@@ -49,7 +54,16 @@ def test_rows_of_nobody_in_a_batch_of_its_own_tokens_of_nobody():
         batch, _ = pair.batches("ab", 1)
         if padded:
             slots = torch.tensor([batch.slots[0], -1])
-            batch = replace(batch, padded=True, slots=slots, cu_seqlens_q=torch.tensor(ends[:3], dtype=torch.int32))
+            batch = replace(
+                batch,
+                padded=True,
+                slots=slots,
+                cu_seqlens_q=torch.tensor(ends[:3], dtype=torch.int32),
+            )
         pair.give(batch)
         assert held.cu_seqlens_q.tolist() == ends and held.seq_lens[2:].tolist() == [0, 0]
-        assert held.slots[2:4].tolist() == [-1, -1] and not held.page_table[2:].any() and not held.positions[2:4].any()
+        assert (
+            held.slots[2:4].tolist() == [-1, -1]
+            and not held.page_table[2:].any()
+            and not held.positions[2:4].any()
+        )

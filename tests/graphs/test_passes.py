@@ -1,4 +1,5 @@
-"""`piecewise(passes=)`: what changes the trace before it is cut; with linears over packed weights made one."""
+"""`piecewise(passes=)`: what changes the trace before it is cut; with linears over packed weights
+made one."""
 
 import torch
 from torch.nn import functional as F
@@ -13,7 +14,11 @@ from tests.graphs.models import decoder
 def linears(pair, kind):
     """How many each piece holds that is compiled."""
     parts = pair.step.runner.programs[kind].split.parts
-    return [n for part in parts if (n := sum(node.target is F.linear for node in part.module.graph.nodes))]
+    return [
+        n
+        for part in parts
+        if (n := sum(node.target is F.linear for node in part.module.graph.nodes))
+    ]
 
 
 @whole_and_split

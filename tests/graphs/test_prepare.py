@@ -19,7 +19,9 @@ def forward(tokens, batch):
 
 
 def stepped(mode, prepare, cache):
-    return graphed(mode, forward, Buckets(decode=(2, 4)), batch="batch", prepare=prepare, cache=cache)
+    return graphed(
+        mode, forward, Buckets(decode=(2, 4)), batch="batch", prepare=prepare, cache=cache
+    )
 
 
 @both_modes
@@ -44,9 +46,18 @@ def test_a_plan_of_the_padded_batch(mode, fixed):
 
 BAD = {
     "gone": ({"plan": None}, r"batch.plan of prepare: got None, want int32 \[4\] on cpu"),
-    "longer": ({"plan": torch.zeros(5, dtype=torch.int32)}, r"batch.plan of prepare: got int32 \[5\]"),
-    "of another dtype": ({"plan": torch.zeros(4)}, r"batch.plan of prepare: got float32 \[4\] on cpu, want int32"),
-    "elsewhere": ({"workspace": torch.zeros(8, dtype=torch.uint8)}, r"batch.workspace of prepare: got address"),
+    "longer": (
+        {"plan": torch.zeros(5, dtype=torch.int32)},
+        r"batch.plan of prepare: got int32 \[5\]",
+    ),
+    "of another dtype": (
+        {"plan": torch.zeros(4)},
+        r"batch.plan of prepare: got float32 \[4\] on cpu, want int32",
+    ),
+    "elsewhere": (
+        {"workspace": torch.zeros(8, dtype=torch.uint8)},
+        r"batch.workspace of prepare: got address",
+    ),
     "holes": ({"holes": True}, r"batch.holes: got True, want False"),
 }
 
@@ -55,7 +66,10 @@ BAD = {
 def test_a_plan_that_comes_and_goes_is_stale(mode):
     """So is a promise of no holes that is taken back."""
     pair = Pair(mode)
-    plans = own = {"plan": torch.zeros(4, dtype=torch.int32), "workspace": torch.zeros(8, dtype=torch.uint8)}
+    plans = own = {
+        "plan": torch.zeros(4, dtype=torch.int32),
+        "workspace": torch.zeros(8, dtype=torch.uint8),
+    }
     seen = []
 
     def prepare(batch):
@@ -81,11 +95,18 @@ def test_a_host_plan_is_no_part_of_a_graph(mode):
 
     def planning(tokens, batch):
         y, rows = tokens * 2, (batch.page_table, batch.seq_lens, batch.cu_seqlens_q)
-        made = {"num_tokens": tokens.shape[0], "max_seqlen_q": 1, "plan": plan, "workspace": workspace}
+        made = {
+            "num_tokens": tokens.shape[0],
+            "max_seqlen_q": 1,
+            "plan": plan,
+            "workspace": workspace,
+        }
         torch.ops.attnops.plan_paged_attention(*rows, **made, **statics_of(spec))
         return y + 1
 
     step = graphed(mode, planning, Buckets(decode=(2,)), batch="batch")
     close(step(torch.ones(2), Pair(mode).batches("ab", 1)[0]), torch.full((2,), 3.0))
     [row] = step.report().rows
-    assert [(b.op, b.why) for b in row.breaks] == [("plan_paged_attention", "capture=never")] and row.graphs == 2
+    assert [(b.op, b.why) for b in row.breaks] == [
+        ("plan_paged_attention", "capture=never")
+    ] and row.graphs == 2

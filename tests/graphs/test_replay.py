@@ -1,6 +1,8 @@
-"""Graphs answer as eager does, whatever batch comes after whatever batch; and the ways graphs go wrong elsewhere cannot be taken here.
+"""Graphs answer as eager does, whatever batch comes after whatever batch; and the ways graphs go
+wrong elsewhere cannot be taken here.
 
-Pages hold NaN until they are written, and so does memory of graphs, so that what is read and should not be shows.
+Pages hold NaN until they are written, and so does memory of graphs, so that what is read and should
+not be shows.
 """
 
 import random
@@ -13,7 +15,16 @@ import attnops
 from attnops.core.errors import BatchTooLarge, InvalidInput, NotCapturable, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
 from attnops.graphs.compile_pieces import inductor
-from tests.graphs.helpers import BUCKETS, Pair, any_mode, both_modes, close, graphed, pools, whole_and_split
+from tests.graphs.helpers import (
+    BUCKETS,
+    Pair,
+    any_mode,
+    both_modes,
+    close,
+    graphed,
+    pools,
+    whole_and_split,
+)
 from tests.graphs.models import BOUNDARY, HIDDEN, VOCAB, decoder, paged_cache
 
 
@@ -40,20 +51,37 @@ def test_changing_batches(mode, kernel):
     report, kinds = pair.step.report(), ("decode", "mixed", "verify")
     assert report.modes == dict.fromkeys(kinds, "whole" if kernel is None else "piecewise")
     assert {str(row.bucket): row.replays for row in report.rows} == {
-        "mixed 16 tokens x4": 3, "decode x4": 3, "decode x2": 1, "decode x1": 1,
-        "verify 3 x4": 2, "verify 3 x2": 2, "verify 5 x4": 1, "verify 5 x1": 1,
-    }  # fmt: skip
+        "mixed 16 tokens x4": 3,
+        "decode x4": 3,
+        "decode x2": 1,
+        "decode x1": 1,
+        "verify 3 x4": 2,
+        "verify 3 x2": 2,
+        "verify 5 x4": 1,
+        "verify 5 x1": 1,
+    }
     # A bucket is captured once, and a model traced once a kind.
-    assert pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3) and not report.eager_calls
+    assert (
+        pair.device.calls.count("begin") == len(report.rows) * (1 if kernel is None else 3)
+        and not report.eager_calls
+    )
     if mode is piecewise:
-        assert pair.step.runner.traces == dict.fromkeys(("decode", "mixed", "verify 3", "verify 5"), 1)
+        assert pair.step.runner.traces == dict.fromkeys(
+            ("decode", "mixed", "verify 3", "verify 5"), 1
+        )
         assert report.compiled.keys() == pair.step.runner.traces.keys()
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("mode", "padding"), [(piecewise, "null"), (breakable, "null"), (breakable, "absent")])
+@pytest.mark.parametrize(
+    ("mode", "padding"), [(piecewise, "null"), (breakable, "null"), (breakable, "absent")]
+)
 def test_many_random_steps(mode, padding):
-    pair = Pair(mode, Buckets(decode=(1, 2, 4, 6), tokens=(16, 40), requests=6, padding=padding), kernel=BOUNDARY)
+    pair = Pair(
+        mode,
+        Buckets(decode=(1, 2, 4, 6), tokens=(16, 40), requests=6, padding=padding),
+        kernel=BOUNDARY,
+    )
     if padding == "null":
         # Its numbers are multiplied by nobody's weights, but they have to be numbers.
         for pool in pools(pair.cache, pair.twin):
@@ -86,7 +114,12 @@ def test_widths_of_the_table(mode):
     pair.agree("cd")  # a capture clears what the bucket holds
     batch, twin = pair.batches("cd", 1)
     wide = torch.zeros(2, 9, dtype=torch.int32)
-    with pair.untouched(), pytest.raises(StaleGraph, match=r"batch.page_table: got 9 columns, want at most 8, as captured"):
+    with (
+        pair.untouched(),
+        pytest.raises(
+            StaleGraph, match=r"batch.page_table: got 9 columns, want at most 8, as captured"
+        ),
+    ):
         pair.give(replace(batch, page_table=wide))
     tokens = torch.randint(VOCAB, (2,))
     narrow = replace(batch, page_table=batch.page_table[:, :2].contiguous())
@@ -141,7 +174,8 @@ def test_what_a_replay_refuses(mode):
 
 @both_modes
 def test_a_list_that_holds_something_else_is_seen(mode):
-    """The same list is no longer the same tensors. Buckets captured later are of the same circumstances."""
+    """The same list is no longer the same tensors. Buckets captured later are of the same
+    circumstances."""
     step = graphed(mode, lambda tokens, scale: tokens * scale[0], Buckets(tokens=(2, 4)))
     scale = [torch.ones(1)]
     step(torch.ones(2), scale)
@@ -190,7 +224,8 @@ def test_over_the_largest_bucket_it_runs_eager_where_that_is_asked_for(mode):
 
 
 def test_all_sizes_are_one_trace():
-    """A size of 1 is a size as any other, and a bucket captured first is not the model for the rest."""
+    """A size of 1 is a size as any other, and a bucket captured first is not the model for the
+    rest."""
     pair = Pair(piecewise, Buckets(decode=(1, 2, 3, 4), tokens=(5, 16), requests=5))
     pair.agree("a", [1])
     pair.agree("a", [2])
@@ -219,7 +254,12 @@ def test_a_model_that_tells_one_from_several_is_traced_for_each(sizes, traces):
     def forward(tokens):
         return tokens * 2 if tokens.shape[0] == 1 else tokens * 3
 
-    step = graphed(piecewise, forward, Buckets(tokens=sizes), inner=lambda module, _: compiled.append(module) or module)
+    step = graphed(
+        piecewise,
+        forward,
+        Buckets(tokens=sizes),
+        inner=lambda module, _: compiled.append(module) or module,
+    )
     for rows in (2, 1, 2, 1) if len(sizes) > 1 else (1, 1):
         close(step(torch.ones(rows)), torch.full((rows,), 2.0 if rows == 1 == sizes[0] else 3.0))
     assert step.runner.traces == {"mixed": traces} and len(compiled) == traces
@@ -227,7 +267,9 @@ def test_a_model_that_tells_one_from_several_is_traced_for_each(sizes, traces):
 
 def test_a_model_of_one_size_is_refused():
     step = graphed(piecewise, lambda tokens: tokens + torch.arange(4.0), Buckets(tokens=(2, 4)))
-    with pytest.raises(NotCapturable, match=r"the model: cannot be captured, it takes one size only: .*4"):
+    with pytest.raises(
+        NotCapturable, match=r"the model: cannot be captured, it takes one size only: .*4"
+    ):
         step(torch.ones(3))
 
 
@@ -247,7 +289,12 @@ def test_another_model_of_other_sizes_is_traced_once_too():
 @whole_and_split
 def test_inductor(kernel):
     """Pieces compiled by Inductor, three however many layers there are."""
-    pair = Pair(piecewise, layers=4, kernel=kernel, inner=lambda *given: pair.device.opaque(inductor(*given)))
+    pair = Pair(
+        piecewise,
+        layers=4,
+        kernel=kernel,
+        inner=lambda *given: pair.device.opaque(inductor(*given)),
+    )
     for names in ("abc", "ab", "a"):
         pair.agree(names)
     report = pair.step.report()
@@ -256,13 +303,20 @@ def test_inductor(kernel):
 
 @both_modes
 def test_without_a_batch(mode):
-    """Any function of rows: causal attention over a padded prompt, results of other structures and of whole tensors."""
-    model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)).eval()
+    """Any function of rows: causal attention over a padded prompt, results of other structures and
+    of whole tensors."""
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)
+    ).eval()
 
     def forward(tokens, scale):
         x = model(tokens)
         q = x.view(1, -1, 4, 8)
-        return {"out": x * scale + attnops.attention(q, q, q, causal=True).view(-1, HIDDEN), "weight": model[1].weight, "n": 3}
+        return {
+            "out": x * scale + attnops.attention(q, q, q, causal=True).view(-1, HIDDEN),
+            "weight": model[1].weight,
+            "n": 3,
+        }
 
     step = graphed(mode, forward, Buckets(tokens=(4, 8)))
     for n in (3, 7, 4, 2):
@@ -279,10 +333,14 @@ def test_without_a_batch(mode):
 @both_modes
 def test_results_of_requests(mode):
     def last(tokens, batch, k_pages, v_pages):
-        return model(tokens, batch, k_pages, v_pages)[(batch.cu_seqlens_q[1:].long() - 1).clamp(min=0)]
+        return model(tokens, batch, k_pages, v_pages)[
+            (batch.cu_seqlens_q[1:].long() - 1).clamp(min=0)
+        ]
 
     model, pair = decoder(1), Pair(mode)
-    pair.step = graphed(mode, last, Buckets(tokens=(16,), requests=4), batch="batch", returns="requests")
+    pair.step = graphed(
+        mode, last, Buckets(tokens=(16,), requests=4), batch="batch", returns="requests"
+    )
     mine, theirs = pair.batches("abc", [2, 4, 3])
     tokens = torch.randint(VOCAB, (9,))
     with torch.no_grad():

@@ -13,16 +13,29 @@ WEIGHT = torch.randn(VOCAB, 6)
 
 def by_request(input_ids, position_ids, live):
     """As a decode step is asked for by generate: [B, 1], [B, 1], [B]."""
-    return {"logits": WEIGHT[input_ids] * position_ids[..., None] * live[:, None, None], "all": live.sum()}
+    return {
+        "logits": WEIGHT[input_ids] * position_ids[..., None] * live[:, None, None],
+        "all": live.sum(),
+    }
 
 
 def given(requests):
-    return torch.randint(VOCAB, (requests, 1)), torch.randint(9, (requests, 1)), torch.ones(requests, dtype=torch.int32)
+    return (
+        torch.randint(VOCAB, (requests, 1)),
+        torch.randint(9, (requests, 1)),
+        torch.ones(requests, dtype=torch.int32),
+    )
 
 
 @both_modes
 def test_a_row_for_every_request_is_a_decode_step(mode):
-    step = graphed(mode, by_request, Buckets(decode=(1, 2, 4)), tokens=(), requests=("input_ids", "position_ids", "live"))
+    step = graphed(
+        mode,
+        by_request,
+        Buckets(decode=(1, 2, 4)),
+        tokens=(),
+        requests=("input_ids", "position_ids", "live"),
+    )
     for requests in (3, 1, 4, 2, 3, 1):
         args = given(requests)
         close(step(*args), by_request(*args))  # padding rows are zeros
@@ -39,7 +52,13 @@ def test_as_many_tokens_as_requests_are_a_decode_step_and_others_are_not(mode):
     def forward(tokens, owner, scales):
         return WEIGHT[tokens] * scales[owner][:, None]
 
-    step = graphed(mode, forward, Buckets(decode=(2, 4), tokens=(8, 16)), tokens=("tokens", "owner"), requests=("scales",))
+    step = graphed(
+        mode,
+        forward,
+        Buckets(decode=(2, 4), tokens=(8, 16)),
+        tokens=("tokens", "owner"),
+        requests=("scales",),
+    )
     for owner in ([0, 1, 2], [0, 0, 0, 1, 1], [0, 1], [0] * 9, [0]):
         owner = torch.tensor(owner)
         args = torch.randint(VOCAB, owner.shape), owner, torch.randn(int(owner.max()) + 1)

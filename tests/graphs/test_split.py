@@ -38,7 +38,8 @@ submod_6: captured, 5 operations""",
 
 
 def test_for_the_compiler_alone_where_every_kernel_may_be_captured():
-    """The graph is compiled but for its attention calls, which run the chosen kernel by its name."""
+    """The graph is compiled but for its attention calls, which run the chosen kernel by its
+    name."""
     pair = Pair(piecewise, layers=4)
     found = splits(pair)["decode"]
     assert [part.calls for part in found.parts] == [(), ("paged_attention.sdpa",)] * 4 + [()]
@@ -49,28 +50,47 @@ def test_for_the_compiler_alone_where_every_kernel_may_be_captured():
     [graph] = pair.device.graphs
     ours = [name for name, _ in graph.log if name.startswith("attnops::")]
     assert ours == ["attnops::write_kv", "attnops::paged_attention"] * 4
-    nodes = [n for part in found.parts for n in part.module.graph.nodes if str(n.target).startswith("attnops.")]
-    assert [n.kwargs["policy"] for n in nodes] == ["kernel=write_kv:scatter", "kernel=paged_attention:sdpa"] * 4
+    nodes = [
+        n
+        for part in found.parts
+        for n in part.module.graph.nodes
+        if str(n.target).startswith("attnops.")
+    ]
+    assert [n.kwargs["policy"] for n in nodes] == [
+        "kernel=write_kv:scatter",
+        "kernel=paged_attention:sdpa",
+    ] * 4
 
 
 def test_every_attention_is_a_cut():
     """A new op of attention has to be named, and what only serves one may not be."""
-    assert {n for n, op in OPS.items() if op.per_layer} == {n for n in OPS if n.endswith("attention") and not n.startswith("plan_")}
+    assert {n for n, op in OPS.items() if op.per_layer} == {
+        n for n in OPS if n.endswith("attention") and not n.startswith("plan_")
+    }
 
 
 @pytest.mark.full
 def test_by_kind_where_it_is_asked_for():
-    """Whole steps for decode, pieces for the rest; neighbours that are both outside are one part."""
+    """Whole steps for decode, pieces for the rest; neighbours that are both outside are one
+    part."""
     pair = Pair(piecewise, layers=2, eager={"mixed": ("write_kv", "paged_attention")})
     splits(pair, "ab", [2, 5])
     found = splits(pair)
     outside_calls = "write_kv.scatter, paged_attention.sdpa"
     lines = [line.partition(": ")[2] for line in str(found["mixed"]).splitlines()]
-    assert lines[1::2] == [outside_calls] * 2 and all("captured" in line for line in lines[::2]) and len(lines) == 5
+    assert (
+        lines[1::2] == [outside_calls] * 2
+        and all("captured" in line for line in lines[::2])
+        and len(lines) == 5
+    )
     assert pair.step.report().modes == {"mixed": "piecewise", "decode": "whole"}
-    # The buffer that attention writes was allocated before the boundary, at a fixed address, and not between the two calls.
+    # The buffer that attention writes was allocated before the boundary, at a fixed address, and
+    # not between the two calls.
     calls = [n for n in found["mixed"].parts[1].module.graph.nodes if n.op == "call_function"]
-    assert [str(n.target) for n in calls] == ["attnops.write_kv.default", "attnops.paged_attention.default"]
+    assert [str(n.target) for n in calls] == [
+        "attnops.write_kv.default",
+        "attnops.paged_attention.default",
+    ]
 
 
 class Times(nn.Module):
@@ -85,7 +105,9 @@ class Times(nn.Module):
 @pytest.mark.parametrize("what", ["blocks", "numbers"])
 def test_layers_that_differ_are_compiled_each(what):
     factors = iter((2.0, 2.0, 3.0, 2))
-    model = decoder(4, kernel=BOUNDARY, mlp=(lambda: Times(next(factors))) if what == "numbers" else None)
+    model = decoder(
+        4, kernel=BOUNDARY, mlp=(lambda: Times(next(factors))) if what == "numbers" else None
+    )
     if what == "blocks":
         model.layers[2].attention.scale = 0.5  # which is the boundary's
         model.mlps[1] = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
@@ -126,7 +148,9 @@ submod_6: captured, 2 operations""",
         pair.agree(names)
     assert pair.step.runner.traces == {"decode": 1}
     pair = Pair(breakable, model=decoder(1, mlp=Rows))
-    with pytest.raises(NotCapturable, match=r"aten.nonzero.default: cannot be captured, .*attnops.graphs.outside"):
+    with pytest.raises(
+        NotCapturable, match=r"aten.nonzero.default: cannot be captured, .*attnops.graphs.outside"
+    ):
         pair.go("ab")
     assert pair.device.calls == ["begin", "abort"]
 
@@ -143,14 +167,19 @@ def raises(tokens):
 
 @both_modes
 def test_an_error_of_the_model_is_the_callers(mode):
-    """Dynamo fails where the model raises. The model's own error is reported, or else that of Dynamo."""
+    """Dynamo fails where the model raises. The model's own error is reported, or else that of
+    Dynamo."""
     step = graphed(mode, raises, Buckets(tokens=(4,)))
     with pytest.raises(Mine):
         step(torch.ones(3))
     assert not step.report().rows and step.graphs.open is None
     if mode is piecewise:
-        step = graphed(mode, lambda tokens: tokens * 2 if tokens.sum() > 3 else tokens, Buckets(tokens=(4,)))
-        with pytest.raises(NotCapturable, match="the model: cannot be captured, it cannot be traced whole"):
+        step = graphed(
+            mode, lambda tokens: tokens * 2 if tokens.sum() > 3 else tokens, Buckets(tokens=(4,))
+        )
+        with pytest.raises(
+            NotCapturable, match="the model: cannot be captured, it cannot be traced whole"
+        ):
             step(torch.ones(3))
 
 
@@ -181,7 +210,8 @@ def test_functions_marked_outside(mode):
 @both_modes
 def test_a_marked_function_of_another_result(mode):
     marked = outside(
-        lambda x: (x.sum(1), x.amax(1).double()), fake=lambda x: (x.new_empty(x.shape[0]), x.new_empty(x.shape[0], dtype=torch.float64))
+        lambda x: (x.sum(1), x.amax(1).double()),
+        fake=lambda x: (x.new_empty(x.shape[0]), x.new_empty(x.shape[0], dtype=torch.float64)),
     )
 
     def forward(tokens):
@@ -194,7 +224,9 @@ def test_a_marked_function_of_another_result(mode):
         close(step(x), forward(x))
 
 
-@pytest.mark.parametrize("result", [lambda x: 3, lambda x: x[x > 0]], ids=["a number", "another length"])
+@pytest.mark.parametrize(
+    "result", [lambda x: 3, lambda x: x[x > 0]], ids=["a number", "another length"]
+)
 def test_breakable_refuses_results_a_graph_cannot_follow(result):
     marked = outside(result)
 
@@ -209,12 +241,22 @@ def test_breakable_refuses_results_a_graph_cannot_follow(result):
 
 
 def product(x, weight, kernel="reference", **more):
-    return attnops.ops.linear(x.reshape(-1, 8), weight, kernel=kernel, **more).view(*x.shape[:-1], 8)
+    return attnops.ops.linear(x.reshape(-1, 8), weight, kernel=kernel, **more).view(
+        *x.shape[:-1], 8
+    )
 
 
 FUSIBLE = {
-    "kernels": (lambda x, w: product(product(x, w)[:, None], w, residual=x[:, None].flatten(0, 1))[:, 0], 0),
-    "no copies": (lambda x, w: product(x.to(x.dtype).contiguous(), w.as_strided((8, 8), (8, 1))).narrow(1, 0, 4), 0),
+    "kernels": (
+        lambda x, w: product(product(x, w)[:, None], w, residual=x[:, None].flatten(0, 1))[:, 0],
+        0,
+    ),
+    "no copies": (
+        lambda x, w: product(x.to(x.dtype).contiguous(), w.as_strided((8, 8), (8, 1))).narrow(
+            1, 0, 4
+        ),
+        0,
+    ),
     "an operation": (lambda x, w: {"a": product(x + 1, w), "b": (x, 3)}, 1),
     "a write": (lambda x, w: product(x, w).mul_(2), 1),
     "a copy": (lambda x, w: product(x.to(torch.float64).to(x.dtype), w), 1),

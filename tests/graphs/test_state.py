@@ -1,4 +1,5 @@
-"""State that a step changes beside pages: a capture leaves it alone, and every step changes it once."""
+"""State that a step changes beside pages: a capture leaves it alone, and every step changes it
+once."""
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from tests.graphs.models import Decaying
 
 
 def made(mode, model, **more):
-    return graphed(mode, model, Buckets(tokens=(2, 4)), **{"tokens": ("x",), "state": (model.state, model.steps), **more})
+    return graphed(
+        mode,
+        model,
+        Buckets(tokens=(2, 4)),
+        **{"tokens": ("x",), "state": (model.state, model.steps), **more},
+    )
 
 
 def agree(step, model, twin, rows):
@@ -30,7 +36,9 @@ def test_every_step_changes_it_once(mode, check_every):
     step = made(mode, model, check_every=check_every)
     for rows in (2, 4, 2, 2, 3, 4, 1):
         agree(step, model, twin, rows)
-    assert step.report().compared == (3 if check_every else 0)  # of 4 replays of one bucket and 3 of the other
+    assert step.report().compared == (
+        3 if check_every else 0
+    )  # of 4 replays of one bucket and 3 of the other
     model.scale = 9.0  # a number in Python, which a replay does not read again
     twin(torch.ones(4, 3))
     if check_every:

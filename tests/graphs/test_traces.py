@@ -22,15 +22,19 @@ DEPENDS = {
 def test_results_that_depend_on_data_are_refused(what):
     """A caller would be given those of the capture at every step."""
     step = graphed(piecewise, DEPENDS[what], Buckets(tokens=(4,)), tokens=("x",))
-    with pytest.raises(NotCapturable, match="the model returns it, and its size or value depends on data"):
+    with pytest.raises(
+        NotCapturable, match="the model returns it, and its size or value depends on data"
+    ):
         step(torch.ones(4))
 
 
 def test_pieces_of_two_traces_are_compiled_each():
-    """The first 8 of more rows, and of fewer: the same operations on sizes of the same names, and not the same code."""
+    """The first 8 of more rows, and of fewer: the same operations on sizes of the same names, and
+    not the same code."""
 
     def known(module, examples):
-        # As Inductor does: sizes that follow from what is known of the others are written into the code.
+        # As Inductor does: sizes that follow from what is known of the others are written into the
+        # code.
         rows = module.graph.output_node().args[0][0].meta["example_value"].shape[0]
         fixed = int(rows) if str(rows).isdigit() else None
 
@@ -48,7 +52,8 @@ def test_pieces_of_two_traces_are_compiled_each():
 
     step = graphed(piecewise, forward, Buckets(tokens=(4, 16)), returns="whole", inner=known)
     close(step(torch.ones(16)), forward(torch.ones(16)))
-    if torch.__version__ < "2.12":  # a slice that may be shorter than asked has a size of its own there, as if it followed from data
+    # A slice that may be shorter than asked has a size of its own there, as if from data.
+    if torch.__version__ < "2.12":
         with pytest.raises(NotCapturable, match="its size or value depends on data"):
             step(torch.ones(4))
         return

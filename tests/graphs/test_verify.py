@@ -1,4 +1,5 @@
-"""Verify steps: a few tokens of every request, as many as are drafted. Kernels see how many, at capture as in eager."""
+"""Verify steps: a few tokens of every request, as many as are drafted. Kernels see how many, at
+capture as in eager."""
 
 from dataclasses import replace
 
@@ -17,10 +18,13 @@ SEEN: list[Problem] = []
 
 
 def few():
-    """A kernel of at most 8 queries of a request, as those are that take tokens one by one. SEEN: the Problems it was asked about."""
+    """A kernel of at most 8 queries of a request, as those are that take tokens one by one. SEEN:
+    the Problems it was asked about."""
     if FEW not in kernels_of("paged_attention"):
         needs = (lambda p: SEEN.append(p), extent_at_most("queries", 8))
-        kernel = replace(kernels_of("paged_attention")["reference"], name=FEW, needs=needs, cost_us=lambda p: 1e9)
+        kernel = replace(
+            kernels_of("paged_attention")["reference"], name=FEW, needs=needs, cost_us=lambda p: 1e9
+        )
         register(replace(kernel, capture=Capture.NEVER))
     return FEW
 
@@ -48,7 +52,13 @@ def test_idle_steps_write_nothing_and_disturb_nobody(mode):
     for requests in (3, 0):
         b, _ = pair.batches("abc", 0)
         batch = PagedBatch(
-            b.page_table[:requests], b.seq_lens[:requests], b.cu_seqlens_q[: requests + 1], b.slots, b.positions, 0, holes=False
+            b.page_table[:requests],
+            b.seq_lens[:requests],
+            b.cu_seqlens_q[: requests + 1],
+            b.slots,
+            b.positions,
+            0,
+            holes=False,
         )
         with pair.untouched():
             assert pair.give(batch).shape == (0, VOCAB)
@@ -56,5 +66,7 @@ def test_idle_steps_write_nothing_and_disturb_nobody(mode):
 
 
 def test_they_need_a_batch():
-    with pytest.raises(InvalidInput, match=r"verify: got \(2,\), want \(\) where the model takes no batch"):
+    with pytest.raises(
+        InvalidInput, match=r"verify: got \(2,\), want \(\) where the model takes no batch"
+    ):
         graphed(piecewise, lambda tokens: tokens, Buckets(decode=(1,), verify=(2,)))

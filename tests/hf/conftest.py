@@ -28,15 +28,17 @@ def _families(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _few_objects():
-    # attnops.patch asks the collector who else holds a config, and that looks at every object that is not frozen: a million where
-    # models have been compiled, which takes longer than the rest of most tests here.
+    # attnops.patch asks the collector who else holds a config, and that looks at every object that
+    # is not frozen: a million where models have been compiled, which takes longer than the rest of
+    # most tests here.
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def small_pages(monkeypatch):
-    """The pages that generate() makes: of 4 tokens, so that windows of 8 are shorter than the text. They hold NaN where none is stored."""
+    """The pages that generate() makes: of 4 tokens, so that windows of 8 are shorter than the text.
+    They hold NaN where none is stored."""
     from attnops.hf.cache import idle_pages as pool
 
     made, real = [], pool.ModelPages

@@ -1,4 +1,5 @@
-"""What the tests of steps in graphs share: calls of generate(), a stand-in for the device, and a patched model beside its twin."""
+"""What the tests of steps in graphs share: calls of generate(), a stand-in for the device, and a
+patched model beside its twin."""
 
 import copy
 import threading
@@ -31,10 +32,17 @@ def graphed(model, mode="breakable", **more):
 
 
 def asked(rows, length, new):
-    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows), device="cpu")
+    ids = torch.randint(
+        3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows), device="cpu"
+    )
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    return ids, {"attention_mask": mask, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    return ids, {
+        "attention_mask": mask,
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+        "do_sample": False,
+    }
 
 
 def generated(model, *call, **more):
@@ -43,7 +51,9 @@ def generated(model, *call, **more):
 
 
 def logits(model, *call, **more):
-    return torch.stack(generated(model, *call, output_logits=True, return_dict_in_generate=True, **more).logits)
+    return torch.stack(
+        generated(model, *call, output_logits=True, return_dict_in_generate=True, **more).logits
+    )
 
 
 def prompts_in_graphs(monkeypatch, *sizes, after=0):
@@ -75,7 +85,8 @@ class Beside:
         self.model, self.twin, self.handle = model, twin, handle
 
     def same(self, *call, **more):
-        """The tokens of a call are the twin's. more: for the patched model alone. Returns how the call ran."""
+        """The tokens of a call are the twin's. more: for the patched model alone. Returns how the
+        call ran."""
         assert torch.equal(generated(self.model, *call, **more), generated(self.twin, *call)), call
         return self.took
 
@@ -100,7 +111,8 @@ class Beside:
 
 @contextmanager
 def beside(model="llama", mode="breakable", twin=None, kernel=None, **more):
-    """A patched model. model: or its family. twin: of it, by default a copy. more: fields of `Decode`."""
+    """A patched model. model: or its family. twin: of it, by default a copy. more: fields of
+    `Decode`."""
     model = tiny.model(model) if isinstance(model, str) else model
     twin = copy.deepcopy(model) if twin is None else twin
     # Mode "auto" takes pages by itself, and gives them up with a reason.
@@ -110,7 +122,8 @@ def beside(model="llama", mode="breakable", twin=None, kernel=None, **more):
 
 
 class Failing(StandIn):
-    """Fails at the end of the first captures of each Graphed or tail that is made on it, and before them where `early`."""
+    """Fails at the end of the first captures of each Graphed or tail that is made on it, and before
+    them where `early`."""
 
     def __init__(self, error, times, early=False):
         super().__init__()

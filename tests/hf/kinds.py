@@ -1,4 +1,5 @@
-"""What tests of pages share: models whose pages hold keys and values or latents, and how their layers attended."""
+"""What tests of pages share: models whose pages hold keys and values or latents, and how their
+layers attended."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ def pages_of(cache: Any, layer: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 def everything(model: Any) -> dict[str, Any]:
-    """What a module tree holds besides weights: attributes, hooks, classes, the attention of configs."""
+    """What a module tree holds besides weights: attributes, hooks, classes, the attention of
+    configs."""
     found = {}
     for path, m in model.named_modules():
         hooks = len(m._forward_hooks), len(m._forward_pre_hooks)

@@ -1,4 +1,5 @@
-"""A model that runs a caller's code, and changes of it that weights mostly do not show. A test makes each to a model and to its twin."""
+"""A model that runs a caller's code, and changes of it that weights mostly do not show. A test
+makes each to a model and to its twin."""
 
 import copy
 import dataclasses
@@ -100,7 +101,9 @@ def mlp_of(model):
 
 
 def _vector(model, by):
-    return torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(int(100 * by)))
+    return torch.randn(
+        model.config.hidden_size, generator=torch.Generator().manual_seed(int(100 * by))
+    )
 
 
 def _write(model, by, anew=False):
@@ -115,7 +118,9 @@ def _write(model, by, anew=False):
 def _other(model, by):
     """Other numbers for the head."""
     own = model.lm_head.weight.detach()
-    return own + 0.1 * torch.randn(own.shape, generator=torch.Generator().manual_seed(int(100 * by)))
+    return own + 0.1 * torch.randn(
+        own.shape, generator=torch.Generator().manual_seed(int(100 * by))
+    )
 
 
 def _another_head(model, by):
@@ -144,7 +149,8 @@ IN_PLACE = ("numbers of a parameter", "numbers of a buffer")
 
 
 def changes(model, patch, by):
-    """By name a call that changes something. patch: pytest's monkeypatch, for what is not the model's own. by: a number that is not 1."""
+    """By name a call that changes something. patch: pytest's monkeypatch, for what is not the
+    model's own. by: a number that is not 1."""
     mlp = mlp_of(model)
     return {
         "a vector is set": lambda: setattr(mlp, "vector", _vector(model, by)),
@@ -164,14 +170,22 @@ def changes(model, patch, by):
         "a slot": lambda: setattr(mlp.slotted, "scale", by),
         "a function": lambda: setattr(mlp, "function", times(by)),
         "a function of the same code": lambda: setattr(mlp, "function", times(by / 2)),
-        "an attribute of a module of the model's": lambda: setattr(model.model.layers[0], "residual_multiplier", by),
+        "an attribute of a module of the model's": lambda: setattr(
+            model.model.layers[0], "residual_multiplier", by
+        ),
         "a field of the config": lambda: setattr(model.config, "logits_scaling", by),
-        "an adapter": lambda: setattr(model.model.layers[0].mlp.up_proj, "active", [ADAPTERS[int(2 * by) % 3]]),
+        "an adapter": lambda: setattr(
+            model.model.layers[0].mlp.up_proj, "active", [ADAPTERS[int(2 * by) % 3]]
+        ),
         "a parameter": lambda: setattr(model.lm_head, "weight", nn.Parameter(_other(model, by))),
-        "the memory of a parameter": lambda: setattr(model.lm_head.weight, "data", _other(model, by / 2)),
+        "the memory of a parameter": lambda: setattr(
+            model.lm_head.weight, "data", _other(model, by / 2)
+        ),
         "numbers of a parameter": lambda: model.lm_head.weight.data.copy_(_other(model, by)),
         "another head": lambda: _another_head(model, by),
-        "a buffer": lambda: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * by),
+        "a buffer": lambda: setattr(
+            model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * by
+        ),
         "numbers of a buffer": lambda: model.model.rotary_emb.inv_freq.mul_(by),
         "an attribute of a class": lambda: patch.setattr(Steered, "factor", by),
         "a number of a file": lambda: patch.setattr(f"{HERE}.FACTOR", by),
@@ -187,9 +201,15 @@ def last_changes(model, patch, by):
     """Nothing comes through after them."""
     return {
         "a weight is turned": lambda: _turned(model),
-        "a forward of a class": lambda: patch.setattr(Steered, "forward", lambda self, x: by * self.own(x)),
-        "a forward of a class of the model's": lambda: patch.setattr(type(model.model.norm), "forward", lambda self, x: self.weight * x),
-        "a function of the model's file": lambda: patch.setattr(f"{type(model).__module__}.rotate_half", lambda x: x.flip(-1)),
+        "a forward of a class": lambda: patch.setattr(
+            Steered, "forward", lambda self, x: by * self.own(x)
+        ),
+        "a forward of a class of the model's": lambda: patch.setattr(
+            type(model.model.norm), "forward", lambda self, x: self.weight * x
+        ),
+        "a function of the model's file": lambda: patch.setattr(
+            f"{type(model).__module__}.rotate_half", lambda x: x.flip(-1)
+        ),
         "a function of torch": lambda: patch.setattr(torch.nn.functional, "silu", torch.tanh),
     }
 
@@ -201,9 +221,13 @@ def unfelt_changes(model, patch, by):
         "a hook": lambda: mlp.register_forward_hook(lambda *_: None),
         "a hook before": lambda: mlp.register_forward_pre_hook(lambda *_: None),
         "the training mode": lambda: mlp.train(),
-        "a class": lambda: setattr(model.model.norm, "__class__", type("Norm", (type(model.model.norm),), {})),
+        "a class": lambda: setattr(
+            model.model.norm, "__class__", type("Norm", (type(model.model.norm),), {})
+        ),
         "its own forward on an instance": lambda: setattr(mlp, "forward", mlp.forward),
-        "a bias": lambda: model.lm_head.register_parameter("bias", nn.Parameter(torch.zeros(model.lm_head.out_features))),
+        "a bias": lambda: model.lm_head.register_parameter(
+            "bias", nn.Parameter(torch.zeros(model.lm_head.out_features))
+        ),
         "a longer list": lambda: mlp.fractions.append(1.0),
     }
 
@@ -212,5 +236,9 @@ CHANGES, LAST, UNFELT = (tuple(of(None, None, 1)) for of in (changes, last_chang
 
 
 def make(what, model, patch, by):
-    every = changes(model, patch, by) | last_changes(model, patch, by) | unfelt_changes(model, patch, by)
+    every = (
+        changes(model, patch, by)
+        | last_changes(model, patch, by)
+        | unfelt_changes(model, patch, by)
+    )
     every[what]()

@@ -1,4 +1,5 @@
-"""The attention function by itself: every argument transformers may hand it, and the ones it must not swallow."""
+"""The attention function by itself: every argument transformers may hand it, and the ones it must
+not swallow."""
 
 import itertools
 import types
@@ -28,15 +29,24 @@ def close(ours, want):
 
 
 def qkv(queries=6, keys=6, heads=4, kv_heads=2, dim=16, v_dim=16):
-    return torch.randn(2, heads, queries, dim), torch.randn(2, kv_heads, keys, dim), torch.randn(2, kv_heads, keys, v_dim)
+    return (
+        torch.randn(2, heads, queries, dim),
+        torch.randn(2, kv_heads, keys, dim),
+        torch.randn(2, kv_heads, keys, v_dim),
+    )
 
 
 def plain(query, key, value, *, scale=None, see=None, bias=None, softcap=0.0, sinks=None):
-    """`[B, S, H, Dv]` by the formula, of tensors as transformers has them. Every key is visible, but for `see`."""
+    """`[B, S, H, Dv]` by the formula, of tensors as transformers has them. Every key is visible,
+    but for `see`."""
     mask = bias if see is None else see if bias is None else bias.masked_fill(~see, float("-inf"))
     shape = (*query.shape[:3], key.shape[2])
     masks = [None] * shape[0] if mask is None else mask.expand(shape)
-    asks = {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "causal": False}
+    asks = {
+        "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+        "softcap": softcap,
+        "causal": False,
+    }
     rows = zip(*(x.transpose(1, 2) for x in (query, key, value)), masks, strict=True)
     return torch.stack([formula.plain(*row, sinks, asks)[0] for row in rows])
 
@@ -94,11 +104,15 @@ def test_is_causal_beats_the_module():
 
 
 def test_no_mask_and_more_keys_than_queries():
-    """As in transformers' sdpa: an empty static cache at its first tokens. One query, though, sees every key."""
+    """As in transformers' sdpa: an empty static cache at its first tokens. One query, though, sees
+    every key."""
     q, k, v = qkv(4, 9)
     bias = torch.randn(1, 4, 4, 9)
     for more, words in (({}, {}), ({"position_bias": bias}, {"bias": bias[..., :4]})):
-        close(attend(MODULE, q, k, v, None, **more)[0], plain(q, k[:, :, :4], v[:, :, :4], see=lower(4, 4), **words))
+        close(
+            attend(MODULE, q, k, v, None, **more)[0],
+            plain(q, k[:, :, :4], v[:, :, :4], see=lower(4, 4), **words),
+        )
     q, k, v = qkv(1, 9)
     close(attend(MODULE, q, k, v, None)[0], plain(q, k, v))
 
@@ -119,7 +133,10 @@ def test_packed():
     cu = torch.tensor([0, 2, 6], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 4, "max_length_k": 4}
     ours, _ = attend(MODULE, q, k, v, None, **lengths)
-    parts = [plain(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], see=lower(b - a, b - a)) for a, b in ((0, 2), (2, 6))]
+    parts = [
+        plain(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], see=lower(b - a, b - a))
+        for a, b in ((0, 2), (2, 6))
+    ]
     close(ours, torch.cat(parts, 1))
     # Beside a mask, too, requests do not see each other.
     for mask in (LOWER[None, None], torch.zeros(1, 1, 6, 6).masked_fill(~LOWER, float("-inf"))):
@@ -137,13 +154,16 @@ def test_packed():
 @pytest.mark.parametrize("mode", ["dense", "compact", "explicit", "additive"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3", "olmo3"])
 def test_packed_requests_of_a_model(name, mode):
-    """Every layer keeps them apart: those without a mask, and those whose window is written out as one."""
+    """Every layer keeps them apart: those without a mask, and those whose window is written out as
+    one."""
     model, ids, cuts = tiny.model(name), tokens(1, 40), (0, 11, 13, 40)
     cu = torch.tensor(cuts, dtype=torch.int32)
     with torch.no_grad():
         want = torch.cat([model(ids[:, a:b]).logits for a, b in itertools.pairwise(cuts)], 1)
         with attnops.patch(model, mask=mode):
-            ours = model(ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=27, max_length_k=27).logits
+            ours = model(
+                ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=27, max_length_k=27
+            ).logits
     near(ours, want)  # rotary positions are relative: the second request may begin at 11
 
 
@@ -166,7 +186,16 @@ def test_nothing_that_matters_is_swallowed(name):
 def test_what_does_not_matter_is_let_pass():
     """The generate() of CTC models hands its options down to its one forward."""
     tensors = {name: torch.zeros(1) for name in HARMLESS}
-    attend(MODULE, *qkv(), None, **tensors, indices=None, output_attentions=False, a_flag_of_the_user=True, a_number=3)
+    attend(
+        MODULE,
+        *qkv(),
+        None,
+        **tensors,
+        indices=None,
+        output_attentions=False,
+        a_flag_of_the_user=True,
+        a_number=3,
+    )
     attend(MODULE, *qkv(), None, **dict.fromkeys(vars(GenerationConfig()), "a value"))
 
 
@@ -174,7 +203,9 @@ def test_autocast():
     q, k, v = qkv()
     with torch.autocast("cpu", torch.bfloat16):
         ours, _ = attend(MODULE, q, k.bfloat16(), v.bfloat16(), None)
-        want = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        want = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        )
     assert ours.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(ours.float(), want.float(), atol=3e-2, rtol=3e-2)
 
@@ -187,7 +218,11 @@ def test_registered_once():
     assert AttentionInterface._global_mapping["attnops"] is before
     assert "attnops" in AttentionMaskInterface._global_mapping
     name = implementation(Options("sdpa", "compact"))
-    assert implementation(Options("sdpa", "compact")) == name != implementation(Options("sdpa", "dense"))
+    assert (
+        implementation(Options("sdpa", "compact"))
+        == name
+        != implementation(Options("sdpa", "dense"))
+    )
     # transformers reads meaning into these.
     assert "flash" not in name and "/" not in name and "|" not in name
     with pytest.raises(UnknownKernel, match="no_such"):
@@ -196,11 +231,17 @@ def test_registered_once():
 
 def test_weights_of_large_logits_are_exact():
     """A float32 lse of -46,000 is rounded to 2e-3, which no weight may show."""
-    q, k, v = torch.full((1, 1, 1, 4), -100.0), torch.full((1, 1, 3, 4), 115.0), torch.randn(1, 1, 3, 4)
+    q, k, v = (
+        torch.full((1, 1, 1, 4), -100.0),
+        torch.full((1, 1, 3, 4), 115.0),
+        torch.randn(1, 1, 3, 4),
+    )
     k[..., 0, 0] += 0.003
     for sinks in (None, torch.tensor([-46000.0])):
         logits = (q.double() @ k.double().transpose(2, 3)).float()
         beside = logits if sinks is None else torch.cat([logits, sinks.view(1, 1, 1, 1)], -1)
         want = beside.double().softmax(-1)[..., :3]
-        _, weights = attend(MODULE, q, k, v, None, scaling=1.0, sinks=sinks, is_causal=False, output_attentions=True)
+        _, weights = attend(
+            MODULE, q, k, v, None, scaling=1.0, sinks=sinks, is_causal=False, output_attentions=True
+        )
         torch.testing.assert_close(weights.double(), want, atol=1e-6, rtol=1e-6)

@@ -13,7 +13,10 @@ import transformers
 if not hasattr(transformers, "ContinuousBatchingConfig"):
     pytest.skip("this transformers has no continuous batching", allow_module_level=True)
 
-pytest.importorskip("psutil", reason="without the package psutil transformers finds no memory for its pages on a CPU")
+pytest.importorskip(
+    "psutil",
+    reason="without the package psutil transformers finds no memory for its pages on a CPU",
+)
 
 from transformers.generation.continuous_batching import continuous_api
 
@@ -23,7 +26,18 @@ from attnops.core.errors import InvalidInput
 from attnops.hf import batching, batching_config, tiny
 from attnops.hf.attention import batched, continuous
 from attnops.hf.attention.batched import ENDING, FILLS, MASKED, name_for_batches
-from tests.hf.batches import PADDED, PROMPTS, SIZES, asked, batch, capture_steps, check_captured, settings, spy_on_ops, stock
+from tests.hf.batches import (
+    PADDED,
+    PROMPTS,
+    SIZES,
+    asked,
+    batch,
+    capture_steps,
+    check_captured,
+    settings,
+    spy_on_ops,
+    stock,
+)
 from tests.hf.helpers import tokens
 
 OLD = 'up to 5.18 transformers takes "paged|attnops": see test_continuous.py'

@@ -1,4 +1,5 @@
-"""The names of transformers' cache: one module knows them, and a caller may use each that this transformers takes."""
+"""The names of transformers' cache: one module knows them, and a caller may use each that this
+transformers takes."""
 
 import inspect
 import warnings
@@ -89,7 +90,10 @@ def test_a_patched_model_takes_each_name(name):
     want = model.generate(ids, **given)
     with torch.no_grad():
         last = model(want[:, :-1]).logits[:, -1:]
-    with attnops.patch(model, decode=Decode("breakable", graphs=StandIn())) as handle, torch.no_grad():
+    with (
+        attnops.patch(model, decode=Decode("breakable", graphs=StandIn())) as handle,
+        torch.no_grad(),
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for cache in (handle.new_cache(2, 24), DynamicCache(config=model.config)):

@@ -1,4 +1,5 @@
-"""What captured steps and captured prompts of generate() see of a model that changes between two calls, and what they leave alone."""
+"""What captured steps and captured prompts of generate() see of a model that changes between two
+calls, and what they leave alone."""
 
 import copy
 import gc
@@ -18,7 +19,16 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps.model_state import Glance
 from tests.hf import steered
-from tests.hf.decoding import asked, beside, captures, generated, graphed, logits, prompts_in_graphs, replays
+from tests.hf.decoding import (
+    asked,
+    beside,
+    captures,
+    generated,
+    graphed,
+    logits,
+    prompts_in_graphs,
+    replays,
+)
 from tests.hf.helpers import DECODERS, LIMIT, relative
 
 CALL = (2, 14, 3)
@@ -37,10 +47,14 @@ def short(monkeypatch):
     prompts_in_graphs(monkeypatch, 32)
 
 
-# test_a_glance_sees_each_change has each, and tests/hf/test_captures_fuzz.py breakable steps of models that change.
-@pytest.mark.parametrize("mode", ["auto", pytest.param("breakable", marks=pytest.mark.full), FEW[-1]])
+# test_a_glance_sees_each_change has each, and tests/hf/test_captures_fuzz.py breakable steps of
+# models that change.
+@pytest.mark.parametrize(
+    "mode", ["auto", pytest.param("breakable", marks=pytest.mark.full), FEW[-1]]
+)
 def test_each_change_is_seen(mode, monkeypatch):
-    """Also those that compiled code is not guarded on: Dynamo takes tuples for constants, and looks for no other method of a class."""
+    """Also those that compiled code is not guarded on: Dynamo takes tuples for constants, and looks
+    for no other method of a class."""
     with both(mode, steered.model()) as pair:
         want = pair.near(*CALL)
         for number, what in enumerate(steered.CHANGES + steered.LAST):
@@ -50,9 +64,14 @@ def test_each_change_is_seen(mode, monkeypatch):
             want = pair.near(*CALL)
             assert relative(before, want) > 10 * LIMIT, f"{what}: changes nothing"
             assert (pair.took.cache, pair.took.why) == ("paged", ""), what
-            assert mode == "auto" or (pair.handle.graphs is graphs) == (what in steered.IN_PLACE), what
-            # Layers with a forward of an instance share no code, and prompts are compiled after steps.
-            assert mode != "piecewise" or pair.took.prompt == "captured" or "forward of" in what, what
+            assert mode == "auto" or (pair.handle.graphs is graphs) == (what in steered.IN_PLACE), (
+                what
+            )
+            # Layers with a forward of an instance share no code, and prompts are compiled after
+            # steps.
+            assert mode != "piecewise" or pair.took.prompt == "captured" or "forward of" in what, (
+                what
+            )
 
 
 @pytest.mark.parametrize("what", steered.CHANGES + steered.LAST + steered.UNFELT)
@@ -62,12 +81,19 @@ def test_a_glance_sees_each_change(what, monkeypatch):
     for earlier in itertools.takewhile(lambda name: name != what, steered.CHANGES):
         steered.make(earlier, model, monkeypatch, 1.2)
     glance = Glance(model)
-    for harmless in (lambda: logits(model, *CALL), lambda: model.load_state_dict(model.state_dict())):
+    for harmless in (
+        lambda: logits(model, *CALL),
+        lambda: model.load_state_dict(model.state_dict()),
+    ):
         harmless()
         assert glance.same() and glance.unknown == ""
     steered.make(what, model, monkeypatch, 1.3)
     later, seen = Glance(model, glance), what not in steered.IN_PLACE
-    assert glance.same() is not seen and (glance.state != later.state) is seen and bool(glance.changed(later)) is seen
+    assert (
+        glance.same() is not seen
+        and (glance.state != later.state) is seen
+        and bool(glance.changed(later)) is seen
+    )
     assert later.same() and later.state == Glance(model).state
 
 
@@ -111,8 +137,12 @@ def test_experts_of_a_router():
 FLAGS = {
     "determinism": lambda on: torch.use_deterministic_algorithms(on, warn_only=on),
     "tf32": lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
-    "bf16 sums": lambda on: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", not on),
-    "fp16 sums": lambda on: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", not on),
+    "bf16 sums": lambda on: setattr(
+        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", not on
+    ),
+    "fp16 sums": lambda on: setattr(
+        torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", not on
+    ),
     "cudnn": lambda on: setattr(torch.backends.cudnn, "allow_tf32", not on),
 }
 
@@ -134,8 +164,16 @@ def test_flags_of_torch(flag):
 
 
 WITHOUT = (
-    "kimi_linear", "qwen3_next", "qwen3_5", "lfm2", "doge", "llama4", "longcat_flash", "gpt2", "opt",
-)  # fmt: skip
+    "kimi_linear",
+    "qwen3_next",
+    "qwen3_5",
+    "lfm2",
+    "doge",
+    "llama4",
+    "longcat_flash",
+    "gpt2",
+    "opt",
+)
 """Families whose steps have no graphs: their layers have states that move, pages do not serve them,
 or their code waits for the device."""
 
@@ -162,7 +200,9 @@ def test_a_model_that_does_not_change_is_captured_once(name, mode):
             made.append(captures(handle))
         assert made[1:] == made[1:2] * 11, "a call of each kind captures"
         # Without graphs there is a reason.
-        assert (handle.took.decode == "hf") is (handle.took.why != "") is (name in WITHOUT), handle.took
+        assert (handle.took.decode == "hf") is (handle.took.why != "") is (name in WITHOUT), (
+            handle.took
+        )
         assert "captured anew" not in str(handle.report())
 
 
@@ -177,14 +217,19 @@ def test_another_number_of_layers(count):
         pair.near(*CALL)
         pair.change(relisted)
         pair.near(*CALL)
-        assert (pair.took.cache, pair.took.why) == ("hf", f"model.layers has {count} layers, and had 2 at patch()")
+        assert (pair.took.cache, pair.took.why) == (
+            "hf",
+            f"model.layers has {count} layers, and had 2 at patch()",
+        )
     with both("breakable") as pair:
         relisted(pair.model)
-        with pytest.raises(InvalidInput, match=rf"has {count} layers, and had 2 at patch.*call unpatch"):
+        with pytest.raises(
+            InvalidInput, match=rf"has {count} layers, and had 2 at patch.*call unpatch"
+        ):
             generated(pair.model, *CALL)
 
 
-# Side effects --------------------------------------------------------------------------------------------------------
+# Side effects -------------------------------------------------------------------------------------
 
 
 class Counting(nn.Module):
@@ -294,7 +339,10 @@ def test_what_cannot_be_compared_is_not_captured():
         with pytest.warns(NotFast, match="itertools.count"):
             pair.same(*CALL)
         assert handle.graphs is None
-        assert "LlamaMLP.numbers holds an object of itertools.count, which cannot be compared" in pair.took.why
+        assert (
+            "LlamaMLP.numbers holds an object of itertools.count, which cannot be compared"
+            in pair.took.why
+        )
         cache = filled()
         with pytest.raises(NotCapturable, match="which cannot be compared"):
             handle.capture(cache)
@@ -305,7 +353,7 @@ def test_what_cannot_be_compared_is_not_captured():
         assert relative(handle.step(ids[:, :1], filled()), step) < LIMIT
 
 
-# Hooks and modes -----------------------------------------------------------------------------------------------------
+# Hooks and modes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", FEW)
@@ -321,7 +369,9 @@ def test_hooks_of_the_caller_run_at_every_step(every, mode):
                 seen.append(tuple(out.shape[:2]))
 
         pair.same(*CALL)
-        with (of_modules.register_module_forward_hook if every else mlp.register_forward_hook)(hook):
+        with (of_modules.register_module_forward_hook if every else mlp.register_forward_hook)(
+            hook
+        ):
             for _ in range(2):
                 seen.clear()
                 pair.same(*CALL)
@@ -343,7 +393,10 @@ def test_a_step_by_hand_runs_the_hooks_of_the_model():
 
     with graphed(model) as handle:
         want = steps(handle)
-        with model.register_forward_pre_hook(lambda *_: None), model.register_forward_hook(_doubled):
+        with (
+            model.register_forward_pre_hook(lambda *_: None),
+            model.register_forward_hook(_doubled),
+        ):
             assert relative(steps(handle), 2 * want) < LIMIT
         with of_modules.register_module_forward_hook(_doubled_of_models):
             assert relative(steps(handle), 2 * want) < LIMIT
@@ -377,7 +430,7 @@ def test_function_modes(mode):
         assert pair.took.why == ""
 
 
-# The cure ------------------------------------------------------------------------------------------------------------
+# The cure -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", COMPILE_AFTER)

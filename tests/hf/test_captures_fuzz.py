@@ -1,4 +1,5 @@
-"""Random changes of a model between two calls of generate(), compared with a twin that is not patched."""
+"""Random changes of a model between two calls of generate(), compared with a twin that is not
+patched."""
 
 import contextlib
 import copy
@@ -18,7 +19,8 @@ from tests.hf.test_captures import CALL, Doubled, both, short
 assert short, "a fixture"
 
 COUNTS = {"auto": 30, "breakable": 30, "piecewise": 6}
-"""Changes of one case of each mode: 60 in `make test`, which leaves out the compiled ones, of seconds each."""
+"""Changes of one case of each mode: 60 in `make test`, which leaves out the compiled ones, of
+seconds each."""
 
 SEEDS = {"auto": 17, "breakable": 17, "piecewise": 84}
 """Of each mode 500 changes and more in all."""
@@ -35,8 +37,12 @@ def no_step(x):
 
 
 WRONG: tuple[tuple[str, Any], ...] = (
-    ("fractions", []), ("vector", torch.zeros(3)), ("settings", None), ("names", {}), ("function", no_step),
-)  # fmt: skip
+    ("fractions", []),
+    ("vector", torch.zeros(3)),
+    ("settings", None),
+    ("names", {}),
+    ("function", no_step),
+)
 """Attributes with which the model's forward raises, in the prompt or after it."""
 
 
@@ -110,7 +116,9 @@ class Drawn:
 def flip():
     """A flag that changes nothing on a CPU."""
     matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = not matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = (
+        not matmul.allow_bf16_reduced_precision_reduction
+    )
 
 
 def check_flag(handle, model):
@@ -130,7 +138,9 @@ def check_flag(handle, model):
 
 
 CASES = [
-    pytest.param(mode, seed, marks=[pytest.mark.full] * (seed > 0 or mode == "piecewise")) for mode in SEEDS for seed in range(SEEDS[mode])
+    pytest.param(mode, seed, marks=[pytest.mark.full] * (seed > 0 or mode == "piecewise"))
+    for mode in SEEDS
+    for seed in range(SEEDS[mode])
 ]
 
 

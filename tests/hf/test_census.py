@@ -1,4 +1,5 @@
-"""The census of model types: what it builds, what it calls wrong, how it ends a type that takes too long, and what it writes."""
+"""The census of model types: what it builds, what it calls wrong, how it ends a type that takes too
+long, and what it writes."""
 
 import json
 import os
@@ -49,7 +50,9 @@ def test_a_dropped_token_and_a_swapped_head_are_wrong(name, broken, monkeypatch)
         return real(module, query, key, value, *args, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "attnops", attention)
-    found = verdicts(one, "sensitive", "forward none auto", "forward right auto", "gradients auto", "unpatch")
+    found = verdicts(
+        one, "sensitive", "forward none auto", "forward right auto", "gradients auto", "unpatch"
+    )
     assert found.pop("sensitive") == found.pop("unpatch") == ("ok", "")
     assert {status for status, _ in found.values()} == ({"wrong"} if broken else {"ok"}), found
 
@@ -70,12 +73,23 @@ def test_a_foreign_error_is_wrong_and_ours_a_refusal(monkeypatch):
             raise RuntimeError("of a compiler") from error
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "attnops", wrapped)
-    assert verdicts(one, "forward none auto")["forward none auto"] == ("refused", "PatchError: want another")
+    assert verdicts(one, "forward none auto")["forward none auto"] == (
+        "refused",
+        "PatchError: want another",
+    )
 
 
 def late(kind, out):
     path = out / f"{kind.name}.jsonl"
-    run.note(path, built=True, plan=["first", "second", "third"], cls="C", patched=1, modules=1, skipped=[])
+    run.note(
+        path,
+        built=True,
+        plan=["first", "second", "third"],
+        cls="C",
+        patched=1,
+        modules=1,
+        skipped=[],
+    )
     run.note(path, check="first", status="ok", reason="", seconds=0)
     if kind.name == "bert":
         os._exit(3)
@@ -84,7 +98,14 @@ def late(kind, out):
 
 def test_a_type_that_takes_too_long_or_dies_is_wrong(tmp_path):
     told = []
-    run.census([KINDS["llama"], KINDS["bert"]], tmp_path, 2, 0.5, late, lambda text, flush: told.append(text))
+    run.census(
+        [KINDS["llama"], KINDS["bert"]],
+        tmp_path,
+        2,
+        0.5,
+        late,
+        lambda text, flush: told.append(text),
+    )
     for name, why in (("llama", "ran into the limit of 0 s"), ("bert", "its process ended with 3")):
         rows = {row["check"]: row for row in run.read(tmp_path / f"{name}.jsonl") if "check" in row}
         assert [row["status"] for row in rows.values()] == ["ok", "wrong", "wrong"]
@@ -97,23 +118,37 @@ def test_the_whole_way(tmp_path, capsys, monkeypatch, docs):
     assert run.main(arguments) == 0
     first = capsys.readouterr().out
     assert "bloom: refused" in first and "ok" in first
-    assert run.main(arguments) == 0 and "bloom: refused" not in capsys.readouterr().out, "finished types are not run again"
-    found = results.summary({name: run.read(tmp_path / f"{name}.jsonl") for name in ("gpt2", "bloom")}, ROOT)
-    assert found["types"]["gpt2"]["state"] == "ran" and set(found["types"]["gpt2"]["checks"]) == {"ok"}
+    assert run.main(arguments) == 0 and "bloom: refused" not in capsys.readouterr().out, (
+        "finished types are not run again"
+    )
+    found = results.summary(
+        {name: run.read(tmp_path / f"{name}.jsonl") for name in ("gpt2", "bloom")}, ROOT
+    )
+    assert found["types"]["gpt2"]["state"] == "ran" and set(found["types"]["gpt2"]["checks"]) == {
+        "ok"
+    }
     assert "computes attention by itself" in found["types"]["bloom"]["reason"]
     census = docs("census")
     monkeypatch.setattr(census, "FILE", tmp_path / "census.json")
     census.FILE.write_text(json.dumps(found))
     page = census.census_full()
-    assert "| `gpt2` | GPT2LMHeadModel | 2 of 2 |" in page and "| `bloom` | BloomForCausalLM | BloomAttention" in page
-    (tmp_path / "gpt2.jsonl").write_text((tmp_path / "gpt2.jsonl").read_text().replace('"status": "ok"', '"status": "wrong"', 1))
+    assert (
+        "| `gpt2` | GPT2LMHeadModel | 2 of 2 |" in page
+        and "| `bloom` | BloomForCausalLM | BloomAttention" in page
+    )
+    (tmp_path / "gpt2.jsonl").write_text(
+        (tmp_path / "gpt2.jsonl").read_text().replace('"status": "ok"', '"status": "wrong"', 1)
+    )
     assert run.main(arguments) == 1
 
 
 def test_every_type_has_a_config_and_sizes_are_small():
     assert len(KINDS) > 300
     config = models.config_of(KINDS["gemma3_text"])
-    assert config.hidden_size == 32 and set(config.layer_types) == {"sliding_attention", "full_attention"}
+    assert config.hidden_size == 32 and set(config.layer_types) == {
+        "sliding_attention",
+        "full_attention",
+    }
     assert config.sliding_window == 4
 
 
@@ -121,7 +156,9 @@ def test_a_model_whose_cache_slides_but_not_its_masks_has_no_pages():
     model = models.build(models.own(KINDS["moshi"]))
     with pytest.raises(PatchError, match="sliding_window=4 in MoshiForCausalLM"):
         attnops.patch(model, cache="paged")
-    assert model.config._attn_implementation == "eager" and torch.get_default_dtype() == torch.float32
+    assert (
+        model.config._attn_implementation == "eager" and torch.get_default_dtype() == torch.float32
+    )
 
 
 def test_the_committed_census_has_no_wrong_row():
@@ -135,12 +172,19 @@ def test_the_committed_census_has_no_wrong_row():
     ran = {name: one["compiled"] for name, one in found["types"].items() if one["state"] == "ran"}
     assert not [name for name, backends in ran.items() if "aot_eager" not in backends]
     assert {name for name, backends in ran.items() if "inductor" in backends} == set(run.INDUCTOR)
-    assert set(found["types"]) <= set(KINDS) or found["transformers"] != sys.modules["transformers"].__version__
+    assert (
+        set(found["types"]) <= set(KINDS)
+        or found["transformers"] != sys.modules["transformers"].__version__
+    )
 
 
-@pytest.mark.parametrize(("stock", "status"), [(2.0, "eager"), (1.0, "wrong"), (3.0, "wrong"), (None, "refused"), (0.0, "eager")])
+@pytest.mark.parametrize(
+    ("stock", "status"),
+    [(2.0, "eager"), (1.0, "wrong"), (3.0, "wrong"), (None, "refused"), (0.0, "eager")],
+)
 def test_what_the_compiler_changes_without_a_patch_is_no_fault(stock, status, monkeypatch):
-    """stock: what it multiplies eager's results by. A patched model's are twice eager's; None, 0: that raises; 0: eager's, too."""
+    """stock: what it multiplies eager's results by. A patched model's are twice eager's; None, 0:
+    that raises; 0: eager's, too."""
     one = subject("bert")
     real = checks.run
 
@@ -189,7 +233,7 @@ class BertModelTest(unittest.TestCase):
 class BertIntegrationTest(unittest.TestCase):
     def setUp(self):
         raise OSError("no network")
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -197,7 +241,9 @@ def folder(tmp_path):
     """A folder as a checkout of transformers, with the tests of one family."""
     family = tmp_path / "tests" / "models" / "bert"
     family.mkdir(parents=True)
-    (tmp_path / "tests" / "test_modeling_common.py").write_text("import torch\n\ndef floats(*shape):\n    return torch.rand(shape)\n")
+    (tmp_path / "tests" / "test_modeling_common.py").write_text(
+        "import torch\n\ndef floats(*shape):\n    return torch.rand(shape)\n"
+    )
     (family / "test_modeling_bert.py").write_text(TESTS)
     front = tmp_path / "src" / "transformers" / "__init__.py"
     front.parent.mkdir(parents=True)
@@ -207,7 +253,9 @@ def folder(tmp_path):
         del sys.modules[name]
 
 
-def test_a_type_that_does_not_run_is_tried_with_transformers_own_tests(folder, tmp_path, monkeypatch):
+def test_a_type_that_does_not_run_is_tried_with_transformers_own_tests(
+    folder, tmp_path, monkeypatch
+):
     def unbuilt(kind):
         raise ValueError("this config is none")
 
@@ -219,8 +267,13 @@ def test_a_type_that_does_not_run_is_tried_with_transformers_own_tests(folder, t
         out.mkdir()
         run.survey(KINDS["bert"], out, skip, tests)
         found[tests] = results.one(run.read(out / "bert.jsonl"))
-    assert (found[False]["state"], found[False]["reason"]) == ("unbuilt", "ValueError: this config is none")
-    assert (found[True]["state"], found[True]["cls"]) == ("ran", "BertForMaskedLM") and found[True]["source"] == testers.SOURCE
+    assert (found[False]["state"], found[False]["reason"]) == (
+        "unbuilt",
+        "ValueError: this config is none",
+    )
+    assert (found[True]["state"], found[True]["cls"]) == ("ran", "BertForMaskedLM") and found[True][
+        "source"
+    ] == testers.SOURCE
     assert set(found[True]["checks"]) == {"ok"}
     head = next(row for row in run.read(tmp_path / "True" / "bert.jsonl") if "built" in row)
     assert head["inputs"] == {"inputs_embeds": [4, 7, 32]}, "masks and labels are left out"
@@ -228,6 +281,8 @@ def test_a_type_that_does_not_run_is_tried_with_transformers_own_tests(folder, t
 
 def test_a_part_without_attention_is_refused():
     model = models.build(models.own(KINDS["sam"]))
-    with pytest.raises(PatchError, match="nothing to patch in SamPromptEncoder: it has no attention module"):
+    with pytest.raises(
+        PatchError, match="nothing to patch in SamPromptEncoder: it has no attention module"
+    ):
         checks.patches(model, "prompt_encoder")
     assert checks.patches(model, "mask_decoder")["patched"] > 0

@@ -10,11 +10,15 @@ import transformers
 if not hasattr(transformers, "ContinuousBatchingConfig"):
     pytest.skip("this transformers has no continuous batching", allow_module_level=True)
 
-pytest.importorskip("psutil", reason="without the package psutil transformers finds no memory for its pages on a CPU")
+pytest.importorskip(
+    "psutil",
+    reason="without the package psutil transformers finds no memory for its pages on a CPU",
+)
 
 pytest.importorskip(
     "transformers.generation.continuous_batching.cache_manager",
-    reason="from 5.18 on transformers shares blocks out in another way, and from 5.19 on it takes another name: see test_batches.py",
+    reason="from 5.18 on transformers shares blocks out in another way, and from 5.19 on it "
+    "takes another name: see test_batches.py",
 )
 
 from transformers.generation.continuous_batching import PagedAttentionCache, cache as cache_module
@@ -25,7 +29,19 @@ from attnops.hf import batching_config, tiny
 from attnops.hf.attention import blocks, continuous
 from attnops.hf.attention.blocks import Asked
 from attnops.hf.attention.continuous import continuous_function
-from tests.hf.batches import NEW, PADDED, PROMPTS, SIZES, batch, capture_steps, check_captured, settings, spied, spy_on_ops, stock
+from tests.hf.batches import (
+    NEW,
+    PADDED,
+    PROMPTS,
+    SIZES,
+    batch,
+    capture_steps,
+    check_captured,
+    settings,
+    spied,
+    spy_on_ops,
+    stock,
+)
 
 
 def ours(name):
@@ -37,9 +53,12 @@ def ours(name):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of ops, of the cache's `update`, and the block tables of steps. Slots where nothing was written hold NaN."""
+    """The calls of ops, of the cache's `update`, and the block tables of steps. Slots where nothing
+    was written hold NaN."""
     found = {"update": [], "tables": [], **spy_on_ops(monkeypatch)}
-    monkeypatch.setattr(PagedAttentionCache, "update", spied(found["update"], PagedAttentionCache.update))
+    monkeypatch.setattr(
+        PagedAttentionCache, "update", spied(found["update"], PagedAttentionCache.update)
+    )
     real, made = PagedAttentionCache.__init__, blocks._made
 
     def poisoned(cache, *args, **kwargs):
@@ -69,7 +88,9 @@ def test_tokens(name, block_size, calls):
     assert len(calls["update"]) == gathered and len(packed) == gathered + layers
     assert any(call["max_seqlen_q"] == 1 for call in paged)
     assert all(call["max_seqlen_q"] > 1 for call in packed)
-    assert {call["window"][0] for call in packed} == {"mistral": {7}, "gpt_oss": {-1, 7}}.get(name, {-1})
+    assert {call["window"][0] for call in packed} == {"mistral": {7}, "gpt_oss": {-1, 7}}.get(
+        name, {-1}
+    )
     # A ring of pages holds its window and no more.
     assert {call["window"][0] for call in paged} == {-1}
     if name != "mistral":
@@ -83,14 +104,19 @@ def test_requests_wait_and_share(monkeypatch):
     """The premises of `test_tokens`."""
     assert sum(map(len, PROMPTS)) + NEW * len(PROMPTS) > 192
     shared, real = [], PagedAttentionCache.search_prefix_match
-    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", lambda *args: shared.append(real(*args)) or shared[-1])
+    monkeypatch.setattr(
+        PagedAttentionCache,
+        "search_prefix_match",
+        lambda *args: shared.append(real(*args)) or shared[-1],
+    )
     batch(tiny.model("llama"), new=1)
     assert max(shared) >= 16
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_block_tables(name, calls):
-    """With `batching_config`, most steps of a model without windows hand over block tables and no places."""
+    """With `batching_config`, most steps of a model without windows hand over block tables and no
+    places."""
     model, want = ours(name)
     assert batch(model, batching_config(model, **SIZES)) == want
     by_table = sum(tables is not None for tables in calls["tables"])
@@ -98,7 +124,10 @@ def test_block_tables(name, calls):
     calls["tables"].clear()
     assert batch(model, batching_config(model, max_blocks_per_request=0, **SIZES)) == want
     assert all(tables is None for tables in calls["tables"])
-    assert type(batching_config(model, varlen_compile_config=transformers.CompileConfig())) is transformers.ContinuousBatchingConfig
+    assert (
+        type(batching_config(model, varlen_compile_config=transformers.CompileConfig()))
+        is transformers.ContinuousBatchingConfig
+    )
 
 
 def test_block_tables_are_for_our_attention_alone(calls):
@@ -113,7 +142,10 @@ def test_block_tables_are_for_our_attention_alone(calls):
 
 def test_the_layers_of_a_text_model_inside_another_are_looked_at():
     config = SimpleNamespace(get_text_config=lambda: tiny.config("gemma3"))
-    assert type(batching_config(SimpleNamespace(config=config))) is transformers.ContinuousBatchingConfig
+    assert (
+        type(batching_config(SimpleNamespace(config=config)))
+        is transformers.ContinuousBatchingConfig
+    )
 
 
 @pytest.mark.sweep(3)
@@ -165,16 +197,33 @@ def test_where_blocks_are_no_pages_the_keys_are_gathered(other, calls, monkeypat
         monkeypatch.setattr(blocks, "_CACHE", None)
     else:
         real = blocks.blocks_of
-        monkeypatch.setattr(continuous, "blocks_of", lambda cache, layer, key, *rest: real(cache, layer, key.double(), *rest))
+        monkeypatch.setattr(
+            continuous,
+            "blocks_of",
+            lambda cache, layer, key, *rest: real(cache, layer, key.double(), *rest),
+        )
     assert batch(model) == want
-    assert len(calls["update"]) == len(calls["varlen_attention"]) > 20 and not calls["paged_attention"]
+    assert (
+        len(calls["update"]) == len(calls["varlen_attention"]) > 20 and not calls["paged_attention"]
+    )
 
 
 @pytest.mark.parametrize(("window", "size"), [(8, 4), (8, 5), (7, 4), (4, 8), (9, 4), (8, 8)])
 def test_the_pages_of_a_ring(window, size):
-    """Against the allocator's own blocks, for requests that have filled their ring and for others."""
+    """Against the allocator's own blocks, for requests that have filled their ring and for
+    others."""
     many, generator = -(-window // size), torch.Generator().manual_seed(window * size)
-    pasts = [1, 2, 3, window - 2, window - 1, window, window + 1, 2 * window + 3, *torch.randint(1, 99, (8,), generator=generator).tolist()]
+    pasts = [
+        1,
+        2,
+        3,
+        window - 2,
+        window - 1,
+        window,
+        window + 1,
+        2 * window + 3,
+        *torch.randint(1, 99, (8,), generator=generator).tolist(),
+    ]
     order = torch.randperm(64, generator=generator).tolist()
     owned = [order[i * many : (i + 1) * many] for i in range(len(pasts))]
     read, write, starts, expected = [], [], [0], []
@@ -186,15 +235,33 @@ def test_the_pages_of_a_ring(window, size):
         starts.append(len(read))
         expected.append(sorted(seen))
     # Two requests and tokens of padding.
-    cu, cu_q = (torch.tensor([*cu, cu[-1], cu[-1]], dtype=torch.int32) for cu in (starts, range(len(starts))))
-    asked = Asked([torch.tensor(read)], [torch.tensor([*write, 65 * size, 65 * size])], cu_q, cu, 1, window, window)
+    cu, cu_q = (
+        torch.tensor([*cu, cu[-1], cu[-1]], dtype=torch.int32)
+        for cu in (starts, range(len(starts)))
+    )
+    asked = Asked(
+        [torch.tensor(read)],
+        [torch.tensor([*write, 65 * size, 65 * size])],
+        cu_q,
+        cu,
+        1,
+        window,
+        window,
+    )
     expected += [[], []]
     made = blocks._made(SimpleNamespace(block_size=size, num_blocks=64), asked, 0)
     assert made is not None and made.slots.tolist() == [*write, -1, -1]
     assert made.page_table.dtype == made.seq_lens.dtype == torch.int32
-    for pages, length, seen in zip(made.page_table.tolist(), made.seq_lens.tolist(), expected, strict=True):
+    for pages, length, seen in zip(
+        made.page_table.tolist(), made.seq_lens.tolist(), expected, strict=True
+    ):
         assert sorted(pages[i // size] * size + i % size for i in range(length)) == seen
-    assert blocks._made(SimpleNamespace(block_size=size, num_blocks=64), asked._replace(longest_q=2), 0) is None
+    assert (
+        blocks._made(
+            SimpleNamespace(block_size=size, num_blocks=64), asked._replace(longest_q=2), 0
+        )
+        is None
+    )
 
 
 def test_what_is_no_step_of_continuous_batching():
@@ -206,7 +273,10 @@ def test_what_is_no_step_of_continuous_batching():
         ({"cache": None}, "generate_batch"),
         ({}, "sliding_windows"),
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention_mask"),
-        ({"block_table": torch.zeros(1, 1, 1), "cache": SimpleNamespace(sliding_windows={0: 1})}, "block_table"),
+        (
+            {"block_table": torch.zeros(1, 1, 1), "cache": SimpleNamespace(sliding_windows={0: 1})},
+            "block_table",
+        ),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"is_causal": False}, "causal"),
     ):
@@ -222,4 +292,6 @@ def test_layers_that_change_cached_keys_are_refused_by_name():
     x, cu = torch.zeros(1, 2, 3, 4), torch.tensor([0, 3], dtype=torch.int32)
     for cls in (JetMoeAttention, DeepseekV4Attention):
         with pytest.raises(InvalidInput, match=cls.__name__):
-            continuous_function(None)(cls.__new__(cls), x, x, x, cache=object(), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+            continuous_function(None)(
+                cls.__new__(cls), x, x, x, cache=object(), cu_seq_lens_q=cu, cu_seq_lens_k=cu
+            )

@@ -1,4 +1,5 @@
-"""On a CUDA device: lengths by default, eager's numbers, and a host that never waits in one-token steps."""
+"""On a CUDA device: lengths by default, eager's numbers, and a host that never waits in one-token
+steps."""
 
 import functools
 
@@ -12,7 +13,17 @@ from tests.hf.helpers import generated, left_padded, logits, relative, tokens, w
 from tests.hf.test_training_steps import PACKED, PADDED, only_packed, train
 
 pytestmark = pytest.mark.gpu
-FAMILIES = ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "qwen2_moe", "doge"]
+FAMILIES = [
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "deepseek_v3",
+    "gpt2",
+    "qwen2_moe",
+    "doge",
+]
 # Sums of a few hundred terms in another order than eager's, float32 without TF32.
 LIMIT = 512 * torch.finfo(torch.float32).eps
 
@@ -38,8 +49,9 @@ def test_logits(name, cache):
 
 @pytest.fixture
 def no_waiting(monkeypatch):
-    """A list: while it holds something, the attention function, and the mask function of a one-token step, raise when they make the
-    host wait for the device. A kernel that is compiled at its first use waits then."""
+    """A list: while it holds something, the attention function, and the mask function of a
+    one-token step, raise when they make the host wait for the device. A kernel that is compiled at
+    its first use waits then."""
     armed = []
 
     def strict(function, when):
@@ -54,9 +66,18 @@ def no_waiting(monkeypatch):
 
         return call
 
-    attend, mask = AttentionInterface._global_mapping["attnops"], AttentionMaskInterface._global_mapping["attnops"]
-    monkeypatch.setitem(AttentionInterface._global_mapping, "attnops", strict(attend, lambda kwargs: True))
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "attnops", strict(mask, lambda kwargs: kwargs["q_length"] == 1))
+    attend, mask = (
+        AttentionInterface._global_mapping["attnops"],
+        AttentionMaskInterface._global_mapping["attnops"],
+    )
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "attnops", strict(attend, lambda kwargs: True)
+    )
+    monkeypatch.setitem(
+        AttentionMaskInterface._global_mapping,
+        "attnops",
+        strict(mask, lambda kwargs: kwargs["q_length"] == 1),
+    )
     return armed
 
 
@@ -86,7 +107,9 @@ def test_a_loop_by_hand_does_not_wait(cache, no_waiting):
     no_waiting.append(True)
     with attnops.patch(model), watched() as calls:
         assert relative(logits(model, cache, ids, mask, steps), want) < LIMIT
-    assert all(call["mask"] is None for call in calls[:2]) and all(call["mask"] is not None for call in calls[2:])
+    assert all(call["mask"] is None for call in calls[:2]) and all(
+        call["mask"] is not None for call in calls[2:]
+    )
 
 
 def test_holes():
@@ -108,10 +131,11 @@ def test_half_precision(name):
 @pytest.mark.parametrize("form", [*PACKED, *PADDED])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3", "deepseek_v3"])
 def test_training_steps(name, form):
-    """Without options, packed and padded batches are packed requests. A token of another document changes losses by 5e-2.
+    """Without options, packed and padded batches are packed requests. A token of another document
+    changes losses by 5e-2.
 
-    Where two experts of gpt-oss tie, rounding may choose the other one, which changes a few losses by 1e-3 of them. Noise of 2e-7 in the
-    weights of transformers' own model does the same.
+    Where two experts of gpt-oss tie, rounding may choose the other one, which changes a few losses
+    by 1e-3 of them. Noise of 2e-7 in the weights of transformers' own model does the same.
     """
     if name == "gpt_oss" and form in ("positions", "rows"):
         pytest.skip("transformers makes gpt-oss' masks without position_ids")

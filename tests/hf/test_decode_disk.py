@@ -1,4 +1,5 @@
-"""Layers compiled by Inductor give eager's logits, and those of a process are on disk for the next one."""
+"""Layers compiled by Inductor give eager's logits, and those of a process are on disk for the next
+one."""
 
 import json
 
@@ -31,12 +32,13 @@ with torch.no_grad(), attnops.patch(model, cache="paged", decode=Decode("piecewi
     report = handle.graphs.report()
 found = counters["inductor"]
 print(json.dumps([report.whole, report.compiled["decode"], found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]]))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full
 def test_a_second_process_compiles_nothing(tmp_path):
-    """Nor does it for a cache of other sizes. Keys hold names of symbols and pages, which may not depend on the process."""
+    """Nor does it for a cache of other sizes. Keys hold names of symbols and pages, which may not
+    depend on the process."""
     found = []
     for process, seed, rows in ((ready_process, "1", 2), (fresh_process, "2", 3)):
         env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONHASHSEED": seed}

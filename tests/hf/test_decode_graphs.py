@@ -1,4 +1,5 @@
-"""Decode steps of generate() in graphs, on a stand-in for the device: eager's tokens over changing batches, and nothing else touched."""
+"""Decode steps of generate() in graphs, on a stand-in for the device: eager's tokens over changing
+batches, and nothing else touched."""
 
 import copy
 import functools
@@ -20,7 +21,17 @@ from attnops.hf.cache.model_pages import EMPTY, ModelPages
 from attnops.hf.cache.names import named
 from attnops.hf.steps import captures as states, decode, graphed_steps as steps
 from tests.graphs.standin import StandIn
-from tests.hf.decoding import CALL, Failing, asked, beside, generated, graphed, how, in_threads, replays
+from tests.hf.decoding import (
+    CALL,
+    Failing,
+    asked,
+    beside,
+    generated,
+    graphed,
+    how,
+    in_threads,
+    replays,
+)
 from tests.hf.helpers import LIMIT, relative
 
 CALLS = ((1, 14, 4), (3, 14, 6), (2, 14, 6), (1, 20, 6), (5, 9, 5), (2, 14, 6))
@@ -30,7 +41,8 @@ CALLS = ((1, 14, 4), (3, 14, 6), (2, 14, 6), (1, 20, 6), (5, 9, 5), (2, 14, 6))
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
 def test_tokens_of_changing_batches(name, small_pages):
-    """Fewer rows than before, rows that nobody has, longer texts, pages that are made anew; windows; experts; latents."""
+    """Fewer rows than before, rows that nobody has, longer texts, pages that are made anew;
+    windows; experts; latents."""
     with beside(name) as pair:
         for call in CALLS:
             pair.same(*call)
@@ -41,7 +53,8 @@ def test_tokens_of_changing_batches(name, small_pages):
 
 
 def test_a_prompt_in_chunks_of_one_token_is_no_decode_step(small_pages):
-    """Its padding goes on: what a chunk brings may be more of it, which no step of graphs stores or counts."""
+    """Its padding goes on: what a chunk brings may be more of it, which no step of graphs stores or
+    counts."""
     with beside() as pair:
         pair.same(*CALLS[1], prefill_chunk_size=1)
         assert replays(pair.handle) == CALLS[1][2] - 1
@@ -49,7 +62,8 @@ def test_a_prompt_in_chunks_of_one_token_is_no_decode_step(small_pages):
 
 @pytest.mark.parametrize("far", [("cuda",), ("cuda", "cpu")])
 def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
-    """The first of all, and that of a conversation that goes on with the one token whose keys the last turn has not stored."""
+    """The first of all, and that of a conversation that goes on with the one token whose keys the
+    last turn has not stored."""
     # Devices that the host runs ahead of.
     monkeypatch.setattr("attnops.hf.attention.mask._FAR", far)
     more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -58,15 +72,20 @@ def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
         text = want = torch.full((2, 1), 7)
         for turn in (1, 2):
             want = pair.twin.generate(want, attention_mask=torch.ones_like(want), **more)
-            text = pair.model.generate(text, attention_mask=torch.ones_like(text), **named(cache), **more)
+            text = pair.model.generate(
+                text, attention_mask=torch.ones_like(text), **named(cache), **more
+            )
             assert replays(pair.handle) == 3 * turn and torch.equal(text, want)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["kept", "dropped"])
 def test_captures_draw_no_random_numbers(fails, monkeypatch):
-    """Sampled tokens of a model that draws, too, are those without graphs: whether captures are kept, or tried and dropped."""
+    """Sampled tokens of a model that draws, too, are those without graphs: whether captures are
+    kept, or tried and dropped."""
     model, real = tiny.model("llama"), steps.breakable
-    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.4))
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(
+        model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.4)
+    )
 
     def failing(step, *given, **more):
         @functools.wraps(step)
@@ -109,7 +128,9 @@ def test_only_steps_of_generate_are_in_graphs():
         for more in ({"num_beams": 2}, {"output_logits": True}):
             got, want = (each.generate(ids, **given, **more) for each in (model, twin))
             assert torch.equal(got.sequences, want.sequences)
-        assert relative(torch.stack(got.logits), torch.stack(want.logits)) < LIMIT, "what is kept is not written over"
+        assert relative(torch.stack(got.logits), torch.stack(want.logits)) < LIMIT, (
+            "what is kept is not written over"
+        )
         looked_up = {"max_new_tokens": 4, "do_sample": False}
         found = model.generate(ids[:1], **looked_up, prompt_lookup_num_tokens=3)
         assert torch.equal(found, twin.generate(ids[:1], **looked_up))
@@ -120,7 +141,8 @@ def test_only_steps_of_generate_are_in_graphs():
 
 
 def test_a_capture_leaves_the_cache_as_it_was(small_pages):
-    """Rows of nobody are what a capture runs on: neither tokens nor lengths of the requests that are there may change."""
+    """Rows of nobody are what a capture runs on: neither tokens nor lengths of the requests that
+    are there may change."""
     model = tiny.model("llama")
     ids, _ = asked(3, 9, 1)
     with torch.no_grad(), graphed(model) as handle:
@@ -132,13 +154,17 @@ def test_a_capture_leaves_the_cache_as_it_was(small_pages):
             got = handle.step(ids[:, at : at + 1], ours)
             assert relative(got, want) < LIMIT
         for mine, theirs in zip(ours.state.pages.pools, other.state.pages.pools, strict=True):
-            assert torch.equal(mine.isnan(), theirs.isnan()) and relative(mine.nan_to_num(), theirs.nan_to_num()) < LIMIT
+            assert (
+                torch.equal(mine.isnan(), theirs.isnan())
+                and relative(mine.nan_to_num(), theirs.nan_to_num()) < LIMIT
+            )
         assert int(ours.get_seq_length()) == 12
         assert ours.state.pages.pad.tolist() == [0, 0, 0, EMPTY]
 
 
 def test_steps_by_hand():
-    """Through crops, other calls of the model in between, resets, fewer rows, and comparisons with eager."""
+    """Through crops, other calls of the model in between, resets, fewer rows, and comparisons with
+    eager."""
     model = tiny.model("llama")
     ids, _ = asked(3, 12, 1)
 
@@ -247,17 +273,25 @@ def test_larger_pages_do_not_lie_beside_the_old_ones(monkeypatch):
         before[over.cache.state.pages.pools[0]] = 1
         del over
         sizes, real = [], pool.ModelPages
-        monkeypatch.setattr(pool, "ModelPages", lambda *given: (gc.collect(), sizes.append(len(before)), real(*given))[2])
+        monkeypatch.setattr(
+            pool,
+            "ModelPages",
+            lambda *given: (gc.collect(), sizes.append(len(before)), real(*given))[2],
+        )
         pair.same(2, 12, 3)
         assert sizes == [0], "freed before the larger ones were made"
 
 
-INTERRUPTED = {"made": (ModelPages, "clear", (1, 9, 3)), "freed": (decode.Decoder, "forget", (2, 12, 3))}
+INTERRUPTED = {
+    "made": (ModelPages, "clear", (1, 9, 3)),
+    "freed": (decode.Decoder, "forget", (2, 12, 3)),
+}
 
 
 @pytest.mark.parametrize("when", INTERRUPTED)
 def test_an_interrupt_loses_no_pages(when, monkeypatch):
-    """Where a cache is made over idle pages, and where these are freed for larger ones: graphs over lost ones would stay for good."""
+    """Where a cache is made over idle pages, and where these are freed for larger ones: graphs over
+    lost ones would stay for good."""
     owner, name, call = INTERRUPTED[when]
     real = getattr(owner, name)
     with beside() as pair:
@@ -279,7 +313,9 @@ def test_an_interrupt_loses_no_pages(when, monkeypatch):
 
 
 OUTSIDE = {
-    "invalidated": RuntimeError("CUDA error: operation failed due to a previous error during capture\nmore"),
+    "invalidated": RuntimeError(
+        "CUDA error: operation failed due to a previous error during capture\nmore"
+    ),
     "generator": RuntimeError("Offset increment outside graph capture encountered unexpectedly."),
     "memory": torch.OutOfMemoryError("CUDA out of memory. Tried"),
     "own": RuntimeError("CUDA error: operation not permitted when stream is capturing"),
@@ -292,7 +328,8 @@ OUTSIDE = {
     [*((kind, False, times) for kind in OUTSIDE for times in (2, 50)), ("own", True, 1)],
 )
 def test_captures_that_fail_for_no_fault_of_the_model_are_tried_again(kind, early, times):
-    """Three times at most, each at the next generate(), and pages stay meanwhile. A failure of the model's own is kept at once.
+    """Three times at most, each at the next generate(), and pages stay meanwhile. A failure of the
+    model's own is kept at once.
 
     What CUDA refuses before our own capture is for another one's sake, and none of the model's.
     """
@@ -301,14 +338,20 @@ def test_captures_that_fail_for_no_fault_of_the_model_are_tried_again(kind, earl
     with beside(mode="auto", graphs=device) as pair:
         took = [pair.same(*CALL) for _ in range(calls)]
         with_pages = 1 if own else min(calls, 1 + states.TRIES) if times == 50 else calls
-        assert [each.cache for each in took] == ["paged"] * with_pages + ["hf"] * (calls - with_pages)
+        assert [each.cache for each in took] == ["paged"] * with_pages + ["hf"] * (
+            calls - with_pages
+        )
         assert ("tries again" in took[0].why) is not own and "tries again" not in took[-1].why
         if times == 50 or own:
             assert {each.decode for each in took} == {"hf"}
             [step] = pair.decoder.failures.lasting
             assert "release()" in str(step)
         else:
-            assert took[-1].decode == "breakable" and not pair.decoder.failures.lasting and not took[-1].why
+            assert (
+                took[-1].decode == "breakable"
+                and not pair.decoder.failures.lasting
+                and not took[-1].why
+            )
         pair.handle.release()
         device.times = 0
         assert pair.same(*CALL).decode == "breakable" and not pair.took.why
@@ -328,7 +371,8 @@ def test_few_sets_of_pages_are_kept():
 
 @pytest.mark.parametrize(("mode", "told"), [("breakable", UserWarning), ("auto", NotFast)])
 def test_memory_that_is_short(mode, told, monkeypatch):
-    """Idle pages are freed for new ones; if that is not enough, the call has transformers' cache and says why."""
+    """Idle pages are freed for new ones; if that is not enough, the call has transformers' cache
+    and says why."""
     with beside(mode=mode) as pair:
         pair.same(1, 40, 3)
         real, failing = pool.ModelPages, [False, True]
@@ -362,7 +406,12 @@ def test_a_copy_of_a_patched_model_has_graphs_of_its_own():
         ("llama", {"decode": "piecewise", "mask": "additive"}, "mask: got 'additive'"),
         ("llama", {"cache": "paged", "decode": "whole"}, "decode: got 'whole'"),
         ("qwen3_next", {"cache": "paged", "decode": "breakable"}, "have states that move"),
-        ("llama", {"decode": "piecewise"}, "got decode='piecewise' for LlamaForCausalLM on cpu; want a model on a GPU, or decode='auto'"),
+        (
+            "llama",
+            {"decode": "piecewise"},
+            "got decode='piecewise' for LlamaForCausalLM on cpu; want a model on a GPU, or "
+            "decode='auto'",
+        ),
     ],
 )
 def test_what_patch_refuses(name, given, text):
@@ -378,11 +427,21 @@ def test_a_second_patch_names_the_options_that_differ():
     model, given = tiny.model("llama"), {"cache": "paged", "decode": how()}
     with attnops.patch(model, **given) as handle:
         assert attnops.patch(model, **given) is handle
-        other = replace(given["decode"], mode="piecewise", check_every=3, inner=torch.compile, graphs=StandIn())
+        other = replace(
+            given["decode"], mode="piecewise", check_every=3, inner=torch.compile, graphs=StandIn()
+        )
         graphs = r"decode.graphs=StandIn at \w+"
-        got = f"mask='dense', decode='piecewise', decode.inner=compile, decode.check_every=3, {graphs}"
-        has = f"mask='auto', decode='breakable', decode.inner='eager', decode.check_every=0, {graphs}"
-        with pytest.raises(PatchError, match=rf"^patch: got {got} for a model that is patched with {has}; call unpatch\(\)"):
+        got = (
+            "mask='dense', decode='piecewise', decode.inner=compile, decode.check_every=3, "
+            f"{graphs}"
+        )
+        has = (
+            f"mask='auto', decode='breakable', decode.inner='eager', decode.check_every=0, {graphs}"
+        )
+        with pytest.raises(
+            PatchError,
+            match=rf"^patch: got {got} for a model that is patched with {has}; call unpatch\(\)",
+        ):
             attnops.patch(model, mask="dense", cache="paged", decode=other)
 
 

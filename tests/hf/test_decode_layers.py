@@ -1,4 +1,5 @@
-"""Steps whose layers are compiled once a kind: eager's tokens by few traces, and the whole model traced where layers cannot be."""
+"""Steps whose layers are compiled once a kind: eager's tokens by few traces, and the whole model
+traced where layers cannot be."""
 
 import gc
 import weakref
@@ -28,17 +29,28 @@ def regions(handle):
 
 def traced(handle):
     """The layers that were traced."""
-    return [program for program in regions(handle).programs if any(part.calls or part.breaks for part in program.split.parts)]
+    return [
+        program
+        for program in regions(handle).programs
+        if any(part.calls or part.breaks for part in program.split.parts)
+    ]
 
 
 def kernels(handle):
     """The calls of attention in what was compiled, as `op.kernel`."""
-    return {str(cut) for program in regions(handle).programs for part in program.split.parts for cut in (*part.calls, *part.breaks)}
+    return {
+        str(cut)
+        for program in regions(handle).programs
+        for part in program.split.parts
+        for cut in (*part.calls, *part.breaks)
+    }
 
 
 def model_of(name, layers):
     full = {"gemma3": ["sliding_attention"] * (layers - 1) + ["full_attention"]}
-    return tiny.model(name, num_hidden_layers=layers, **({"layer_types": full[name]} if name in full else {}))
+    return tiny.model(
+        name, num_hidden_layers=layers, **({"layer_types": full[name]} if name in full else {})
+    )
 
 
 def compiled(model="llama", **more):
@@ -52,16 +64,20 @@ def compiled(model="llama", **more):
     [("llama", 6, 1), ("phi3", 3, 1), ("gpt_oss", 3, 2), ("gemma3", 4, 2), ("deepseek_v3", 3, 2)],
 )
 def test_one_trace_for_each_kind_of_layer(name, layers, kinds, small_pages):
-    """However many layers there are, and for all caches and batches: windows, latents, experts, weights that are one matrix or several."""
+    """However many layers there are, and for all caches and batches: windows, latents, experts,
+    weights that are one matrix or several."""
     with compiled(model_of(name, layers)) as pair:
         counts, handle = set(), pair.handle
         for call in CALLS:
             pair.same(*call)
             counts.add(len(regions(handle).programs))
-        # Pages that grow beyond the window have one table more, for which the beginning of a step is traced again.
+        # Pages that grow beyond the window have one table more, for which the beginning of a step
+        # is traced again.
         assert len(traced(handle)) == kinds and len(counts) == 1 + (name in ("gpt_oss", "gemma3"))
         report = handle.graphs.report()
-        assert report.whole == "" and report.modes == {"decode": "whole"} and handle.plain_steps == 0
+        assert (
+            report.whole == "" and report.modes == {"decode": "whole"} and handle.plain_steps == 0
+        )
         others = report.parts["decode"] - 2 * layers
         assert others >= 3, "the beginning of the step, the rotation and the last norm"
         assert report.compiled["decode"] <= 2 * kinds + others
@@ -70,12 +86,15 @@ def test_one_trace_for_each_kind_of_layer(name, layers, kinds, small_pages):
 @pytest.mark.full
 @torch._dynamo.config.patch(accumulated_recompile_limit=1)
 def test_a_second_cache_and_a_single_row():
-    """Also where torch's own limit of compilations, which all models of a process count to, is reached."""
+    """Also where torch's own limit of compilations, which all models of a process count to, is
+    reached."""
     with compiled() as pair:
         handle = pair.handle
         for most, length, traces in ((2, 30, 1), (4, 90, 0)):
             pair.same(2, 14, 4, **named(handle.new_cache(most, length)))
-            assert len(traced(handle)) == 1 and (handle.graphs.report().compile_seconds > 0) == traces
+            assert (
+                len(traced(handle)) == 1 and (handle.graphs.report().compile_seconds > 0) == traces
+            )
         for _ in range(2):
             pair.same(1, 14, 4)
             assert len(traced(handle)) == 2, "a size of one is a constant"
@@ -89,7 +108,9 @@ def test_linears_of_a_layer_are_fused(pack):
         pair.same(*CALL)
         [program] = traced(pair.handle)
         nodes = [node for part in program.split.parts for node in part.module.graph.nodes]
-        assert sum(node.target is torch.nn.functional.linear for node in nodes) == (4 if pack else 7)
+        assert sum(node.target is torch.nn.functional.linear for node in nodes) == (
+            4 if pack else 7
+        )
         if pack:
             other = pair.model.model.layers[2].self_attn.k_proj
             other.weight.data = other.weight.data.clone()
@@ -103,24 +124,36 @@ def test_graphs_are_cut_where_a_kernel_may_not_be_captured():
     with compiled(kernel=kernel) as pair:
         pair.same(*CALL)
         [row] = pair.handle.graphs.report().rows
-        assert len(row.breaks) == 3 and row.graphs == 4 and kernels(pair.handle) == {f"paged_attention.{kernel}"}
+        assert (
+            len(row.breaks) == 3
+            and row.graphs == 4
+            and kernels(pair.handle) == {f"paged_attention.{kernel}"}
+        )
 
 
 @pytest.mark.full
 def test_a_cache_that_another_kernel_is_faster_for(monkeypatch):
-    """Not the kernel of the first cache for all: that of a short text may be slow over a long one."""
+    """Not the kernel of the first cache for all: that of a short text may be slow over a long
+    one."""
     name, known = boundary(), _REGISTRY.kernels["paged_attention"]
-    far = replace(known[name], capture=Capture.WHOLE, cost_us=lambda p: 0.0 if p.sizes.context.hint > 64 else 1e9)
+    far = replace(
+        known[name],
+        capture=Capture.WHOLE,
+        cost_us=lambda p: 0.0 if p.sizes.context.hint > 64 else 1e9,
+    )
     monkeypatch.setitem(known, name, far)
     monkeypatch.setattr(_REGISTRY, "generation", _REGISTRY.generation + 1000)
     with compiled() as pair:
         for length, new in ((14, 1), (80, 2), (14, 2)):
             pair.same(2, length, 3, **named(pair.handle.new_cache(2, length + 3, page_size=8)))
-            assert len(traced(pair.handle)) == new and (f"paged_attention.{name}" in kernels(pair.handle)) == (new == 2)
+            assert len(traced(pair.handle)) == new and (
+                f"paged_attention.{name}" in kernels(pair.handle)
+            ) == (new == 2)
 
 
 def test_what_a_layer_was_compiled_for_stays_with_it():
-    """Policy, autocast and hooks, also those that differ in nothing but what their code closes over."""
+    """Policy, autocast and hooks, also those that differ in nothing but what their code closes
+    over."""
     with compiled() as pair:
 
         def same():
@@ -133,7 +166,10 @@ def test_what_a_layer_was_compiled_for_stays_with_it():
             assert "paged_attention.reference" in kernels(pair.handle)
         for by in (2.0, 3.0):
             scaled = of_a_library(lambda module, given, out, by=by: by * out)
-            hooks = [model.model.layers[1].mlp.register_forward_hook(scaled) for model in (pair.model, pair.twin)]
+            hooks = [
+                model.model.layers[1].mlp.register_forward_hook(scaled)
+                for model in (pair.model, pair.twin)
+            ]
             same()
             for hook in hooks:
                 hook.remove()
@@ -175,9 +211,12 @@ def scaled(model):
 
 
 def read(model):
-    """Code between layers whose shapes follow from values: a trace knows them, a capture of code that runs does not."""
+    """Code between layers whose shapes follow from values: a trace knows them, a capture of code
+    that runs does not."""
     embed = model.model.embed_tokens
-    embed.register_forward_hook(of_a_library(lambda module, given, out: out * given[0].new_ones(()).item()))
+    embed.register_forward_hook(
+        of_a_library(lambda module, given, out: out * given[0].new_ones(()).item())
+    )
 
 
 def looked_up(model):
@@ -185,7 +224,9 @@ def looked_up(model):
     scales = {0: 1.0, 1: 2.0}
     for layer in model.model.layers:
         layer.mlp.layer_idx = layer.self_attn.layer_idx
-        layer.mlp.register_forward_hook(of_a_library(lambda module, given, out: out * scales.get(module.layer_idx, 5.0)))
+        layer.mlp.register_forward_hook(
+            of_a_library(lambda module, given, out: out * scales.get(module.layer_idx, 5.0))
+        )
 
 
 def compiled_by_hand(model):
@@ -219,12 +260,19 @@ def test_layers_that_share_no_code_are_traced_with_the_model(change, why, monkey
         pair.same(*CALL)
         report = pair.handle.graphs.report()
         assert why in report.whole and f"traced whole: {report.whole}" in str(report)
-        assert replays(pair.handle) == 3 and not any("forward" in vars(layer) for layer in model.model.layers)
+        assert replays(pair.handle) == 3 and not any(
+            "forward" in vars(layer) for layer in model.model.layers
+        )
 
 
-@pytest.mark.full  # test_decode_graphs.py has threads over one model, and the lock of a trace is one for all models
+# test_decode_graphs.py has threads over one model, and the lock of a trace is one for all models
+@pytest.mark.full
 def test_two_models_in_two_threads():
-    with compiled(tiny.model("llama")) as first, compiled() as second, ThreadPoolExecutor(2) as pool:
+    with (
+        compiled(tiny.model("llama")) as first,
+        compiled() as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
         list(pool.map(lambda pair: pair.same(*CALL), (first, second)))
         assert [regions(pair.handle).refusal for pair in (first, second)] == ["", ""]
 

@@ -13,7 +13,11 @@ from tests.hf.decoding import CALL, beside, graphed
 
 def storages(model):
     """Bytes of all storages that weights lie in."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}.values())
+    return sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()
+        }.values()
+    )
 
 
 def alone(*weights):

@@ -1,4 +1,5 @@
-"""Graphs of decode steps after something that is no part of the model has changed, and captures that fail: eager's tokens again."""
+"""Graphs of decode steps after something that is no part of the model has changed, and captures
+that fail: eager's tokens again."""
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ def test_a_fixed_argument_with_another_layout_is_stale(other):
 
 @pytest.fixture
 def two():
-    """A patched model, its handle, the tokens of a prompt, and two caches that the prompt has filled."""
+    """A patched model, its handle, the tokens of a prompt, and two caches that the prompt has
+    filled."""
     model, (ids, _) = tiny.model("llama"), asked(2, 6, 1)
     with torch.no_grad(), graphed(model) as handle:
         yield model, handle, ids, filled(model, handle, ids)
@@ -69,7 +71,8 @@ def test_steps_of_another_cache_are_no_reason_to_look_at_weights(two, monkeypatc
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 def test_autocast_and_policy_of_the_call(mode):
-    """Steps are of the modes of their own call, and no copy of a weight that autocast made outlives the block it was made in."""
+    """Steps are of the modes of their own call, and no copy of a weight that autocast made outlives
+    the block it was made in."""
     with beside(mode=mode) as pair, paged(pair.twin):
         for number, cast in enumerate((False, True, True, False)):
             pair.change(lambda model, by=1 + number / 8: model.lm_head.weight.data.mul_(by))
@@ -81,10 +84,17 @@ def test_autocast_and_policy_of_the_call(mode):
 
 
 def test_policies_of_steps_by_hand(two):
-    """Of one cache or of two in turn: every step has graphs of its own policy, and those from before are replayed."""
+    """Of one cache or of two in turn: every step has graphs of its own policy, and those from
+    before are replayed."""
     _, handle, ids, (first, second) = two
     made = {}
-    for cache, policy in [(first, None), (second, "reference"), (first, None), (first, "reference"), (second, None)] * 2:
+    for cache, policy in [
+        (first, None),
+        (second, "reference"),
+        (first, None),
+        (first, "reference"),
+        (second, None),
+    ] * 2:
         with attnops.use(policy):
             handle.step(ids[:, :1], cache)
         assert made.setdefault((cache, policy), handle.graphs) is handle.graphs
@@ -97,10 +107,14 @@ def test_offloaded_weights_are_refused():
         mlp = pair.model.model.layers[1].mlp
         there = dict(mlp.state_dict())
         pair.same(*CALL)
-        mlp.register_forward_pre_hook(lambda module, given: module.load_state_dict(there, assign=True) and None)
+        mlp.register_forward_pre_hook(
+            lambda module, given: module.load_state_dict(there, assign=True) and None
+        )
         mlp.register_forward_hook(lambda module, given, out: module.to("meta") and None)
         mlp.to("meta")
-        with pytest.raises(InvalidInput, match=r"decode: got graphs over Linear\.weight, which is on meta"):
+        with pytest.raises(
+            InvalidInput, match=r"decode: got graphs over Linear\.weight, which is on meta"
+        ):
             generated(pair.model, *CALL)
         assert replays(pair.handle) == CALL[2] - 1
 
@@ -109,7 +123,8 @@ def test_offloaded_weights_are_refused():
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_capture_that_fails_leaves_nothing_behind(mode, failing):
-    """In the first layer of the first run, and of the one that is captured: neither tokens nor what the next capture needs are gone."""
+    """In the first layer of the first run, and of the one that is captured: neither tokens nor what
+    the next capture needs are gone."""
     model, (ids, _), runs = tiny.model("llama"), asked(2, 6, 1), []
 
     @torch.library.custom_op("attnops_tests::out_of_memory", mutates_args=())
@@ -123,7 +138,9 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode, failing):
     with torch.no_grad(), graphed(model, mode) as handle:
         ours, other = filled(model, handle, ids)
         want = model(ids[:, :1], **named(other)).logits
-        model.model.layers[0].mlp.register_forward_hook(of_a_library(lambda module, given, out: out_of_memory(out)))
+        model.model.layers[0].mlp.register_forward_hook(
+            of_a_library(lambda module, given, out: out_of_memory(out))
+        )
         with pytest.raises(torch.OutOfMemoryError):
             handle.step(ids[:, :1], ours)
         assert int(ours.get_seq_length()) == 6 and ours.state.unfinished == 0

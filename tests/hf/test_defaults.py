@@ -1,4 +1,5 @@
-"""`patch(model)` without options: pages and graphs where the device and the call allow, transformers' own way with a reason elsewhere."""
+"""`patch(model)` without options: pages and graphs where the device and the call allow,
+transformers' own way with a reason elsewhere."""
 
 import copy
 import functools
@@ -24,8 +25,19 @@ from tests.hf.decoding import asked, generated
 from tests.hf.helpers import LIMIT, relative
 
 FAMILIES = (
-    "llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "deepseek_v3", "qwen3_moe", "olmo2", "glm4", "starcoder2",
-)  # fmt: skip
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_moe",
+    "olmo2",
+    "glm4",
+    "starcoder2",
+)
 CALL = (2, 9, 6)
 
 
@@ -40,9 +52,14 @@ def test_on_a_cpu_nothing_but_attention_changes():
     with attnops.patch(model) as handle:
         assert handle.took is None and "the first generate() chooses" in str(handle.report())
         assert torch.equal(generated(model, *CALL), want)
-        assert handle.took == Took("hf", "hf", "the model is on cpu: pages and graphs are for a GPU")
+        assert handle.took == Took(
+            "hf", "hf", "the model is on cpu: pages and graphs are for a GPU"
+        )
         assert "the model is on cpu" in str(handle.report()) and "forward" not in vars(model)
-        for use in (lambda: handle.new_cache(1, 8), lambda: handle.step(torch.zeros(1, 1, dtype=torch.int64), None)):
+        for use in (
+            lambda: handle.new_cache(1, 8),
+            lambda: handle.step(torch.zeros(1, 1, dtype=torch.int64), None),
+        ):
             with pytest.raises(PatchError, match="the model is on cpu"):
                 use()
 
@@ -50,7 +67,8 @@ def test_on_a_cpu_nothing_but_attention_changes():
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens(name):
-    """Batches of 1 to 4 rows with padding on the left, in breakable and then in compiled steps, whose number is fixed."""
+    """Batches of 1 to 4 rows with padding on the left, in breakable and then in compiled steps,
+    whose number is fixed."""
     model = tiny.model(name)
     calls = ((1, 9, 4), (3, 14, 6), (4, 9, 5), *(((2, 20, 4),) if name == "llama" else ()))
     want = [generated(model, *call) for call in calls]
@@ -62,9 +80,14 @@ def test_tokens(name):
             modes.append(replace(handle.took, loop=""))
             # Phi3 prepares its inputs by code of its own.
             assert (handle.took.loop == "") is (name != "phi3"), handle.took
-        assert modes == [*[Took("paged", "breakable")] * 2, *[Took("paged", "piecewise")] * (len(calls) - 2)]
+        assert modes == [
+            *[Took("paged", "breakable")] * 2,
+            *[Took("paged", "piecewise")] * (len(calls) - 2),
+        ]
         assert handle.plain_steps == 0 and "CUDA graphs" in str(handle.report())
-    assert "forward" not in vars(model) and torch.equal(generated(model, *CALL), generated(tiny.model(name), *CALL))
+    assert "forward" not in vars(model) and torch.equal(
+        generated(model, *CALL), generated(tiny.model(name), *CALL)
+    )
 
 
 def spoilt(**more):
@@ -85,7 +108,11 @@ def of_two_dtypes(model):
     own = layer.forward
 
     def widened(hidden_states, position_embeddings, **more):
-        out = own(hidden_states.double(), position_embeddings=[x.double() for x in position_embeddings], **more)
+        out = own(
+            hidden_states.double(),
+            position_embeddings=[x.double() for x in position_embeddings],
+            **more,
+        )
         return out[0].float(), *out[1:]
 
     layer.forward = widened
@@ -130,13 +157,20 @@ def dropping(part):
 REASONS = {
     "the caller passed a cache": lambda model: spoilt(**named(DynamicCache(config=model.config))),
     "use_cache is False": lambda model: spoilt(use_cache=False),
-    "the generation config asks for the cache 'static'": lambda model: spoilt(cache_implementation="static"),
+    "the generation config asks for the cache 'static'": lambda model: spoilt(
+        cache_implementation="static"
+    ),
     "beam search": lambda model: spoilt(num_beams=2),
-    "output_hidden_states=True": lambda model: spoilt(output_hidden_states=True, return_dict_in_generate=True),
+    "output_hidden_states=True": lambda model: spoilt(
+        output_hidden_states=True, return_dict_in_generate=True
+    ),
     "the model is in training mode": in_training,
     "dropout is on in LlamaAttention": dropping("self_attn"),
     "dropout is on in Dropout": dropping("mlp"),
-    "steps of several tokens": lambda model: (asked(1, 9, 6)[0], {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 3}),
+    "steps of several tokens": lambda model: (
+        asked(1, 9, 6)[0],
+        {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 3},
+    ),
     "the attention_mask has zeros": lambda model: holes(),
     "custom_generate": lambda model: spoilt(custom_generate=by_own_loop),
     "want one dtype and one device": of_two_dtypes,
@@ -157,9 +191,13 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
     recwarn.clear()
     with attnops.patch(model, decode=auto()) as handle:
         got = model.generate(ids, **given)
-        assert torch.equal(*(x if isinstance(x, torch.Tensor) else x.sequences for x in (got, want)))
+        assert torch.equal(
+            *(x if isinstance(x, torch.Tensor) else x.sequences for x in (got, want))
+        )
         assert handle.took.cache == handle.took.decode == "hf" and why in handle.took.why
-        assert not given["do_sample"] or torch.equal(torch.get_rng_state(), drawn), "as many random numbers as without attnops"
+        assert not given["do_sample"] or torch.equal(torch.get_rng_state(), drawn), (
+            "as many random numbers as without attnops"
+        )
         chosen = why != "want one dtype and one device"
         told = [w.category for w in recwarn if "attnops" in str(w.message)]
         assert told == ([] if chosen else [NotFast]), "the caller chose the rest"
@@ -175,20 +213,38 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
     [
         ("t5", lambda model: None, "encoder-decoder", False),
         ("qwen3_next", lambda model: None, "have states that move", False),
-        ("llama", lambda model: setattr(model, "forward", model.forward), "forward was replaced or compiled", True),
-        ("llama", lambda model: model.compile(backend="eager"), "forward was replaced or compiled", True),
+        (
+            "llama",
+            lambda model: setattr(model, "forward", model.forward),
+            "forward was replaced or compiled",
+            True,
+        ),
+        (
+            "llama",
+            lambda model: model.compile(backend="eager"),
+            "forward was replaced or compiled",
+            True,
+        ),
     ],
 )
 def test_models_that_run_as_stock_say_why(name, spoil, why, chosen):
     model = tiny.model(name, **({"num_hidden_layers": 1} if name == "llama" else {}))
     spoil(model)
     ids = torch.full((1, 6), 5)
-    told = nullcontext() if chosen else pytest.warns(NotFast, match=f"{type(model).__name__} has no pages.*{why}")
+    told = (
+        nullcontext()
+        if chosen
+        else pytest.warns(NotFast, match=f"{type(model).__name__} has no pages.*{why}")
+    )
     with attnops.patch(model, decode=auto()) as handle:
         with told:
             model.generate(ids, max_new_tokens=3, do_sample=False)
         model.generate(ids, max_new_tokens=3, do_sample=False)  # a second warning would be an error
-        assert (handle.took.cache, handle.took.decode) == ("hf", "hf") and why in handle.took.why and why in str(handle.report())
+        assert (
+            (handle.took.cache, handle.took.decode) == ("hf", "hf")
+            and why in handle.took.why
+            and why in str(handle.report())
+        )
 
 
 def test_a_forward_that_is_replaced_after_the_first_call():
@@ -199,9 +255,14 @@ def test_a_forward_that_is_replaced_after_the_first_call():
         before = model.forward
         model.forward = lambda *given, **more: calls.append(1) or before(*given, **more)
         assert torch.equal(generated(model, *CALL), want) and len(calls) == CALL[2]
-        assert (handle.took.cache, handle.took.decode) == ("hf", "hf") and "forward was replaced" in handle.took.why
+        assert (handle.took.cache, handle.took.decode) == (
+            "hf",
+            "hf",
+        ) and "forward was replaced" in handle.took.why
         model.forward = before
-        assert torch.equal(generated(model, *CALL), want) and handle.took == Took("paged", "breakable")
+        assert torch.equal(generated(model, *CALL), want) and handle.took == Took(
+            "paged", "breakable"
+        )
 
 
 def test_what_no_pages_or_graphs_had_a_part_in():
@@ -220,13 +281,16 @@ def test_what_no_pages_or_graphs_had_a_part_in():
         assert handle.took == Took("hf", "hf", "generate() made no cache for this model")
     with attnops.patch(model, decode=auto()) as handle:
         generated(model, 2, 9, 1)
-        assert handle.took == Took("paged", "hf", "it had no step of one token that asks for logits only")
+        assert handle.took == Took(
+            "paged", "hf", "it had no step of one token that asks for logits only"
+        )
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
 def test_a_returned_cache_is_transformers_own(name):
-    """Padding on the left, texts longer than windows; a second turn, which is longer than the first one's pages."""
+    """Padding on the left, texts longer than windows; a second turn, which is longer than the first
+    one's pages."""
     model = tiny.model(name)
 
     def turns():
@@ -234,32 +298,50 @@ def test_a_returned_cache_is_transformers_own(name):
         first = model.generate(ids, return_dict_in_generate=True, **given)
         kept = copy.deepcopy(cache_of(first))
         text = torch.cat([first.sequences, ids], 1)
-        given["attention_mask"] = torch.cat([given["attention_mask"], torch.ones(3, 18, dtype=torch.int64)], 1)
-        return kept, given["attention_mask"], model.generate(text, **named(cache_of(first)), **given)
+        given["attention_mask"] = torch.cat(
+            [given["attention_mask"], torch.ones(3, 18, dtype=torch.int64)], 1
+        )
+        return (
+            kept,
+            given["attention_mask"],
+            model.generate(text, **named(cache_of(first)), **given),
+        )
 
     want, mask, tokens = turns()
     with attnops.patch(model, decode=auto()) as handle:
         got, _, ours = turns()
-        assert torch.equal(ours, tokens) and handle.took == Took("hf", "hf", "the caller passed a cache")
+        assert torch.equal(ours, tokens) and handle.took == Took(
+            "hf", "hf", "the caller passed a cache"
+        )
         assert len(handle._paged.pool._idle) == 1, "its pages serve the next call"
     assert type(got) is type(want) and got.get_seq_length() == want.get_seq_length()
     for mine, theirs in zip(got.layers, want.layers, strict=True):
         assert type(mine) is type(theirs) and mine.get_seq_length() == theirs.get_seq_length()
-        seen = mask[:, theirs.get_seq_length() - theirs.keys.shape[2] : theirs.get_seq_length(), None].bool()
+        seen = mask[
+            :, theirs.get_seq_length() - theirs.keys.shape[2] : theirs.get_seq_length(), None
+        ].bool()
         for x, y in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-            assert x.shape == y.shape and relative(*(z.transpose(1, 2).flatten(2) * seen for z in (x, y))) < LIMIT
+            assert (
+                x.shape == y.shape
+                and relative(*(z.transpose(1, 2).flatten(2) * seen for z in (x, y))) < LIMIT
+            )
 
 
 def test_another_default_device():
     model = tiny.model("llama")
     with attnops.patch(model, decode=auto()) as handle, torch.device("meta"):
-        generated_on = model.generate(torch.full((2, 9), 5, device="cpu"), max_new_tokens=3, do_sample=False)
+        generated_on = model.generate(
+            torch.full((2, 9), 5, device="cpu"), max_new_tokens=3, do_sample=False
+        )
         assert handle.took.cache == "paged"
-    assert torch.equal(generated_on, model.generate(torch.full((2, 9), 5), max_new_tokens=3, do_sample=False))
+    assert torch.equal(
+        generated_on, model.generate(torch.full((2, 9), 5), max_new_tokens=3, do_sample=False)
+    )
 
 
 def test_graphs_that_cannot_be_made(monkeypatch):
-    """Compiled ones leave breakable ones; without any, the call ends without graphs, and the next one is stock."""
+    """Compiled ones leave breakable ones; without any, the call ends without graphs, and the next
+    one is stock."""
     model, broken = tiny.model("llama"), {"piecewise"}
     want = generated(model, *CALL)
     for mode, name in (("piecewise", "PerLayer"), ("breakable", "breakable")):
@@ -272,29 +354,52 @@ def test_graphs_that_cannot_be_made(monkeypatch):
 
         monkeypatch.setattr(steps, name, failing)
     with attnops.patch(model, decode=auto(compile_after=4)) as handle:
-        with pytest.warns(NotFast, match="LlamaForCausalLM has no compiled CUDA graphs.*no piecewise here"):
+        with pytest.warns(
+            NotFast, match="LlamaForCausalLM has no compiled CUDA graphs.*no piecewise here"
+        ):
             assert torch.equal(generated(model, *CALL), want)
-        assert handle.took == Took("paged", "breakable", "RuntimeError: no piecewise here") and handle.plain_steps == 0
+        assert (
+            handle.took == Took("paged", "breakable", "RuntimeError: no piecewise here")
+            and handle.plain_steps == 0
+        )
     broken.add("breakable")
     with attnops.patch(model, decode=auto()) as handle:
-        with pytest.warns(NotFast, match="LlamaForCausalLM has no CUDA graphs.*no breakable here") as told:
+        with pytest.warns(
+            NotFast, match="LlamaForCausalLM has no CUDA graphs.*no breakable here"
+        ) as told:
             assert torch.equal(generated(model, *CALL), want)
-        assert [w.filename for w in told] == [generated.__code__.co_filename], "the place is the caller's"
-        assert handle.took == Took("paged", "hf", "RuntimeError: no breakable here") and handle.plain_steps == CALL[2] - 1
+        assert [w.filename for w in told] == [generated.__code__.co_filename], (
+            "the place is the caller's"
+        )
+        assert (
+            handle.took == Took("paged", "hf", "RuntimeError: no breakable here")
+            and handle.plain_steps == CALL[2] - 1
+        )
         assert torch.equal(generated(model, *CALL), want)
-        assert handle.took == Took("hf", "hf", "graphs cannot be made: RuntimeError: no breakable here")
+        assert handle.took == Took(
+            "hf", "hf", "graphs cannot be made: RuntimeError: no breakable here"
+        )
         broken.clear()
         handle.release()
-        assert torch.equal(generated(model, *CALL), want) and handle.took == Took("paged", "breakable")
+        assert torch.equal(generated(model, *CALL), want) and handle.took == Took(
+            "paged", "breakable"
+        )
         broken.add("breakable")
-    with attnops.patch(model, cache="paged", decode=auto(mode="breakable")), pytest.raises(RuntimeError, match="no breakable"):
+    with (
+        attnops.patch(model, cache="paged", decode=auto(mode="breakable")),
+        pytest.raises(RuntimeError, match="no breakable"),
+    ):
         generated(model, *CALL)
 
 
 def test_memory_that_is_short(monkeypatch):
     model = tiny.model("llama")
     want = generated(model, *CALL)
-    monkeypatch.setattr(paged, "pack_linears", lambda model: (_ for _ in ()).throw(torch.OutOfMemoryError("a test's")))
+    monkeypatch.setattr(
+        paged,
+        "pack_linears",
+        lambda model: (_ for _ in ()).throw(torch.OutOfMemoryError("a test's")),
+    )
     with attnops.patch(model, decode=auto()) as handle:
         with pytest.warns(NotFast, match="no pages.*a test's"):
             assert torch.equal(generated(model, *CALL), want)
@@ -366,22 +471,39 @@ def test_memory_is_given_back(way, mode):
 
 
 def test_each_kind_of_step_begins_without_a_compiler():
-    """One row and several share no compiled code, nor do policies: a change costs a capture, and compilation comes after as many steps."""
+    """One row and several share no compiled code, nor do policies: a change costs a capture, and
+    compilation comes after as many steps."""
     model = tiny.model("llama")
     one, four = (1, 9, 6), (4, 9, 6)
     want = {call: generated(model, *call) for call in (one, four)}
     with attnops.patch(model, decode=auto()) as handle:
         modes = []
-        for call in (four, four, four, one, four, one, one, four):  # five steps each, all over the pages of four rows
+        for call in (
+            four,
+            four,
+            four,
+            one,
+            four,
+            one,
+            one,
+            four,
+        ):  # five steps each, all over the pages of four rows
             assert torch.equal(generated(model, *call), want[call])
             modes.append(handle.took.decode[0])
         assert "".join(modes) == "bppbpppp"
         kept = handle._paged.decoder()._kept.over
         with attnops.use(deterministic=True):
-            assert torch.equal(generated(model, *four), want[four]) and handle.took.decode == "breakable"
-        assert torch.equal(generated(model, *four), want[four]) and handle.took.decode == "piecewise"
+            assert (
+                torch.equal(generated(model, *four), want[four])
+                and handle.took.decode == "breakable"
+            )
+        assert (
+            torch.equal(generated(model, *four), want[four]) and handle.took.decode == "piecewise"
+        )
         assert handle._paged.decoder()._kept.over is kept, "the graphs from before are replayed"
-        assert {mode for _, mode in kept} == {"piecewise"}, "breakable ones are freed when no kind of step needs them"
+        assert {mode for _, mode in kept} == {"piecewise"}, (
+            "breakable ones are freed when no kind of step needs them"
+        )
 
 
 def test_steps_of_many_states_in_turn_are_compiled(monkeypatch):
@@ -414,15 +536,26 @@ def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
     want = {call: generated(model, *call) for call in (one, two)}
     with attnops.patch(model, decode=auto()) as handle:
         for call, took in (
-            (one, Took("paged", "hf", why)), (two, Took("paged", "breakable")), (one, Took("hf", "hf", f"graphs cannot be made: {why}")),
+            (one, Took("paged", "hf", why)),
             (two, Took("paged", "breakable")),
-        ):  # fmt: skip
-            with nullcontext() if call == two or handle.took else pytest.warns(NotFast, match="no graph of one row"):
+            (one, Took("hf", "hf", f"graphs cannot be made: {why}")),
+            (two, Took("paged", "breakable")),
+        ):
+            with (
+                nullcontext()
+                if call == two or handle.took
+                else pytest.warns(NotFast, match="no graph of one row")
+            ):
                 assert torch.equal(generated(model, *call), want[call])
             assert handle.took == took
-        assert f"decode steps of one row have no breakable graphs until release(): {why}" in handle.report().notes
+        assert (
+            f"decode steps of one row have no breakable graphs until release(): {why}"
+            in handle.report().notes
+        )
         with attnops.use(deny=("flex",)):
-            assert torch.equal(generated(model, *one), want[one]) and handle.took == Took("paged", "breakable")
+            assert torch.equal(generated(model, *one), want[one]) and handle.took == Took(
+                "paged", "breakable"
+            )
         assert handle.plain_steps == one[2] - 1
 
 
@@ -433,7 +566,9 @@ def test_copies_choose_by_themselves():
         generated(model, *CALL)
         twin = copy.deepcopy(model)
         assert torch.equal(generated(twin, *CALL), want)
-        assert vars(twin)["_attnops"].took == Took("paged", "breakable") and handle.took == Took("paged", "breakable")
+        assert vars(twin)["_attnops"].took == Took("paged", "breakable") and handle.took == Took(
+            "paged", "breakable"
+        )
     with attnops.patch(model):
         again = pickle.loads(pickle.dumps(model))
     assert torch.equal(generated(again, *CALL), want)

@@ -1,4 +1,5 @@
-"""Patched models that are moved to another device, and those that are split over several: a CPU with the meta device beside it."""
+"""Patched models that are moved to another device, and those that are split over several: a CPU
+with the meta device beside it."""
 
 import copy
 from contextlib import nullcontext
@@ -23,7 +24,8 @@ CPU, META = (torch.device(name) for name in ("cpu", "meta"))
 
 
 def test_the_choice_of_tokens_follows_a_model_that_moves(monkeypatch):
-    """Its buffers on the old device gave the first step there its token, and no graph could be made of that."""
+    """Its buffers on the old device gave the first step there its token, and no graph could be made
+    of that."""
     made = {}
 
     def graphs(device):
@@ -31,7 +33,9 @@ def test_the_choice_of_tokens_follows_a_model_that_moves(monkeypatch):
         return made[device]
 
     monkeypatch.setattr(sample, "CudaGraphs", graphs)
-    decoder = SimpleNamespace(turn=nullcontext(), how=SimpleNamespace(graphs=None), why_not=lambda rows: "")
+    decoder = SimpleNamespace(
+        turn=nullcontext(), how=SimpleNamespace(graphs=None), why_not=lambda rows: ""
+    )
     loop, logits = Loop(), SimpleNamespace(logits=torch.zeros(2, 3, 16))
     seen = []
 
@@ -41,14 +45,20 @@ def test_the_choice_of_tokens_follows_a_model_that_moves(monkeypatch):
 
     monkeypatch.setattr(sample, "_decoded", decoded)
     for device in (CPU, CPU, META, CPU):
-        owner = SimpleNamespace(_prefill=lambda *args, **kwargs: logits, _optimize_model_for_decode=nullcontext)
+        owner = SimpleNamespace(
+            _prefill=lambda *args, **kwargs: logits, _optimize_model_for_decode=nullcontext
+        )
         cache = SimpleNamespace(max_length=16)
         monkeypatch.setattr(sample, "cache_in", lambda given, cache=cache: cache)
         ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
         asked = Asked(owner, ids, [], [], SimpleNamespace(do_sample=False), None, {})
         loop._run(asked, decoder)
         assert seen[-1][1] == {device}
-        assert all(graph.alive == (where == device) for where, each in made.items() for graph in each.graphs[-1:])
+        assert all(
+            graph.alive == (where == device)
+            for where, each in made.items()
+            for graph in each.graphs[-1:]
+        )
     assert seen[0][0] is seen[1][0] and made.keys() == {CPU, META}
 
 
@@ -60,12 +70,18 @@ class State:
 
 
 def test_pages_on_the_device_that_a_model_has_left_are_freed(monkeypatch):
-    monkeypatch.setattr(pool, "ModelPages", lambda sizes, page_size: SimpleNamespace(sizes=sizes, forced=page_size, nbytes=8))
+    monkeypatch.setattr(
+        pool,
+        "ModelPages",
+        lambda sizes, page_size: SimpleNamespace(sizes=sizes, forced=page_size, nbytes=8),
+    )
     dropped = []
     kept = Pool(dropped.append)
 
     def used(device):
-        cache = kept.lend(lambda pages: SimpleNamespace(state=State(pages)), pool.Sizes(2, 16, (), device, None))
+        cache = kept.lend(
+            lambda pages: SimpleNamespace(state=State(pages)), pool.Sizes(2, 16, (), device, None)
+        )
         cache.state.give_back()
         return cache.state.pages
 
@@ -82,7 +98,8 @@ class Far(nn.Parameter):
 
 
 def split(model):
-    """As accelerate does it: a forward of the instance's own that moves inputs, and weights on another device."""
+    """As accelerate does it: a forward of the instance's own that moves inputs, and weights on
+    another device."""
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
     projection = model.model.layers[-1].mlp.up_proj

@@ -1,4 +1,5 @@
-"""The promise that masks only grow holds for the steps of one generate() and for nothing that runs beside them."""
+"""The promise that masks only grow holds for the steps of one generate() and for nothing that runs
+beside them."""
 
 import copy
 import pickle
@@ -26,16 +27,27 @@ def impatient(monkeypatch):
 
 
 class Beside:
-    """Steps a model over a cache and masks of its own, and leaves the scores alone. logits: of every step."""
+    """Steps a model over a cache and masks of its own, and leaves the scores alone. logits: of
+    every step."""
 
     def __init__(self, model, prepares):
         self.model, self.prepares = model, prepares
-        self.cache, self.mask, self.ids, self.logits = DynamicCache(config=model.config), HOLES, tokens(3, 14, seed=3), []
+        self.cache, self.mask, self.ids, self.logits = (
+            DynamicCache(config=model.config),
+            HOLES,
+            tokens(3, 14, seed=3),
+            [],
+        )
         self(None, None)
 
     @torch.no_grad()
     def __call__(self, input_ids, scores):
-        given = {"input_ids": self.ids, "attention_mask": self.mask, **named(self.cache), "use_cache": True}
+        given = {
+            "input_ids": self.ids,
+            "attention_mask": self.mask,
+            **named(self.cache),
+            "use_cache": True,
+        }
         if self.prepares:  # as loops of one's own do
             given = self.model.prepare_inputs_for_generation(**given)
         out = self.model(**given)
@@ -61,7 +73,10 @@ def alone(model, prepares):
 @pytest.mark.parametrize("same", [False, True], ids=["another-model", "the-same-model"])
 def test_a_model_that_is_stepped_inside_generate(impatient, same, prepares):
     model, other = tiny.model("llama"), tiny.model("llama", seed=1)
-    want, wanted = generated(model, new=6, attention_mask=ONES), alone(model if same else other, prepares)
+    want, wanted = (
+        generated(model, new=6, attention_mask=ONES),
+        alone(model if same else other, prepares),
+    )
     attnops.patch(model)
     attnops.patch(other)
     beside = Beside(model if same else other, prepares)
@@ -72,7 +87,12 @@ def test_a_model_that_is_stepped_inside_generate(impatient, same, prepares):
 
 def test_guidance_by_a_negative_prompt(impatient):
     model = tiny.model("llama")
-    more = {"guidance_scale": 3.0, "negative_prompt_ids": tokens(3, 14, seed=4), "negative_prompt_attention_mask": HOLES, "new": 6}
+    more = {
+        "guidance_scale": 3.0,
+        "negative_prompt_ids": tokens(3, 14, seed=4),
+        "negative_prompt_attention_mask": HOLES,
+        "new": 6,
+    }
     same_tokens(model, **more)
 
 
@@ -102,7 +122,8 @@ def test_threads(impatient):
 
 
 def test_over_pages_another_model_is_looked_at(impatient):
-    """Its cache of pages refuses a mask that it cannot follow, inside of another model's generate() as outside of it."""
+    """Its cache of pages refuses a mask that it cannot follow, inside of another model's generate()
+    as outside of it."""
     model, other = tiny.model("llama"), tiny.model("llama", seed=1)
     attnops.patch(model, cache="paged")
     handle = attnops.patch(other, cache="paged")

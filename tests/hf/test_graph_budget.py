@@ -27,7 +27,11 @@ def test_three_adapters_in_turn_are_captured_once_each(mode):
             yield model.generate(input_ids=ids, **given)
 
     want = list(texts())
-    more = {"decode": auto(compile_after=99)} if mode == "auto" else {"cache": "paged", "decode": how()}
+    more = (
+        {"decode": auto(compile_after=99)}
+        if mode == "auto"
+        else {"cache": "paged", "decode": how()}
+    )
     with attnops.patch(model, **more) as handle:
         for _ in range(4):
             assert all(map(torch.equal, texts(), want))
@@ -76,7 +80,8 @@ def test_those_that_were_not_used_for_longest_are_freed(asked, model, monkeypatc
             assert relative(of_state(model, by), by * plain) < LIMIT
             made.append(len(handle.decode.graphs.graphs))
             held.append(handle._paged.decoder().captures.nbytes <= budget)
-        # The third frees the first. Met again, the first frees the second, and that the first: the third was used after it.
+        # The third frees the first. Met again, the first frees the second, and that the first: the
+        # third was used after it.
         new = [after - before for before, after in zip([0, *made], made, strict=False)]
         assert new == [1, 1, 1, 0, 0, 1, 0, 1, 0] and all(held)
         assert sum(graph.alive for graph in handle.decode.graphs.graphs) == 2

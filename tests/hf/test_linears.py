@@ -1,4 +1,5 @@
-"""Linears of Hugging Face models: which become one, or one call with their norm, activation and residual; models answer as before."""
+"""Linears of Hugging Face models: which become one, or one call with their norm, activation and
+residual; models answer as before."""
 
 import copy
 from unittest.mock import patch
@@ -45,11 +46,15 @@ FAMILIES = {
     "gpt_oss": f"{_BLOCK}, router: linear",
     "deepseek_v3": "q_a: norm + linear, q_b: norm + linear, kv_b: linear, o: linear + residual, "
     "gate: norm + linear + silu, down: linear + residual",
-}  # fmt: skip
+}
 
 
 def short(product):
-    name = product.weight.removesuffix("_parameters_weight_").rpartition("_modules_")[2].removesuffix("_proj")
+    name = (
+        product.weight.removesuffix("_parameters_weight_")
+        .rpartition("_modules_")[2]
+        .removesuffix("_proj")
+    )
     return f"{name}: {' + '.join(product.parts)}"
 
 
@@ -61,7 +66,10 @@ def code_of(gm, inputs):
         code.append(graph.codegen()[0].value)
         raise NotImplementedError("the code is known")
 
-    with patch.object(GraphLowering, "compile_to_module", written), pytest.raises(Exception, match="the code is known"):
+    with (
+        patch.object(GraphLowering, "compile_to_module", written),
+        pytest.raises(Exception, match="the code is known"),
+    ):
         compile_fx(gm, inputs)
     return "".join(code)
 
@@ -76,7 +84,8 @@ def by_reference(gm, op):
 
 
 def judging(op):
-    """(a backend that runs a graph with the reference of the op, the code that Inductor writes for each, with the kernels chosen)."""
+    """(a backend that runs a graph with the reference of the op, the code that Inductor writes for
+    each, with the kernels chosen)."""
     code = []
 
     def backend(gm, inputs):
@@ -88,9 +97,11 @@ def judging(op):
 
 
 class Fusing:
-    """A backend that chooses kernels as on a GPU, and runs the graph with the references of the kernels.
+    """A backend that chooses kernels as on a GPU, and runs the graph with the references of the
+    kernels.
 
-    code: what Inductor writes for the graph, if asked for. calls, left: of the op, and linears that are none.
+    code: what Inductor writes for the graph, if asked for. calls, left: of the op, and linears that
+    are none.
     """
 
     def __init__(self, coded=False):
@@ -102,7 +113,9 @@ class Fusing:
             self.products += fuse_norm_linear_pass(gm)
             judged = by_reference(gm, LINEAR)
             self.code += code_of(gm, inputs) if self.coded else ""
-        self.left += len(judged.graph.find_nodes(op="call_function", target=torch.nn.functional.linear))
+        self.left += len(
+            judged.graph.find_nodes(op="call_function", target=torch.nn.functional.linear)
+        )
         self.calls += len(judged.graph.find_nodes(op="call_function", target=LINEAR.packet.default))
         return judged
 
@@ -112,7 +125,10 @@ class Fusing:
 def test_linears_of_a_layer(family):
     layers = {"layer_types": ["sliding_attention"]} if family in ("gemma2", "gemma3") else {}
     # The code of one family is as that of the others.
-    model, backend = tiny.model(family, num_hidden_layers=1, **layers), Fusing(coded=family == "llama")
+    model, backend = (
+        tiny.model(family, num_hidden_layers=1, **layers),
+        Fusing(coded=family == "llama"),
+    )
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         want = model(IDS).logits
         attnops.patch(model)
@@ -122,15 +138,24 @@ def test_linears_of_a_layer(family):
     assert ", ".join(map(short, backend.products)) == FAMILIES[family]
     assert {product.kernel for product in backend.products} == {"triton"}
     assert (backend.calls, backend.left) == (len(backend.products), 0)
-    assert backend.code.count("torch.ops.attnops.linear.triton.run(") == backend.calls * backend.coded and "mm(" not in backend.code
+    assert (
+        backend.code.count("torch.ops.attnops.linear.triton.run(") == backend.calls * backend.coded
+        and "mm(" not in backend.code
+    )
     assert relative(got, want) < LIMIT
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_logits_are_no_less_exact_than_eagers(family):
-    """bfloat16 against float32 of the same weights: of eager, and of the layer in calls that round once."""
-    ids, one = torch.arange(64).view(4, 16), {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-    model = tiny.model(family, **(one if family != "llama" else {"num_hidden_layers": 1})).bfloat16()
+    """bfloat16 against float32 of the same weights: of eager, and of the layer in calls that round
+    once."""
+    ids, one = (
+        torch.arange(64).view(4, 16),
+        {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    )
+    model = tiny.model(
+        family, **(one if family != "llama" else {"num_hidden_layers": 1})
+    ).bfloat16()
     with torch.no_grad():
         exact, own = copy.deepcopy(model).float()(ids).logits, model(ids).logits
         with attnops.patch(model), attnops.use(kernel={"attention": "reference"}):
@@ -149,7 +174,9 @@ def test_decode_steps():
     with attnops.use(kernel={"linear": "reference"}), graphed(model, "piecewise") as handle:
         assert torch.equal(generated(model, *CALL), want)
         [note] = [note for note in handle.report().notes if note.startswith("linears")]
-        assert note.startswith("linears of compiled layers, 5 of 5 recognised: 1 norm + linear by reference, ")
+        assert note.startswith(
+            "linears of compiled layers, 5 of 5 recognised: 1 norm + linear by reference, "
+        )
         assert handle.graphs.report().whole == ""
 
 
@@ -174,20 +201,27 @@ def test_decode_steps_by_triton():
         assert {product.kernel for product in handle._paged.decoder().products} == {"triton"}
 
 
-# Linears that become one ----------------------------------------------------------------------------------------------
+# Linears that become one --------------------------------------------------------------------------
 
 
 def weights_of(fused):
     """One line a group: modules and rows."""
-    # Dynamo names the model `self`, or `args[0]` where a decorator is around its forward, as transformers 5.24 has one.
-    paths = [w.replace("_modules_", ".").removesuffix("_parameters_weight_").partition(".layers.")[2] for w in fused.weights]
+    # Dynamo names the model `self`, or `args[0]` where a decorator is around its forward, as
+    # transformers 5.24 has one.
+    paths = [
+        w.replace("_modules_", ".").removesuffix("_parameters_weight_").partition(".layers.")[2]
+        for w in fused.weights
+    ]
     assert all(paths) and not fused.refusal
     return " + ".join(f"{n}[{rows}]" for n, rows in zip(paths, fused.rows, strict=True))
 
 
 def attention_of(layer, rows, others):
     names = ["q_proj", "k_proj", "v_proj"]
-    return " + ".join(f"{layer}.self_attn.{name}[{n}]" for name, n in zip(names, (rows, others, others), strict=True))
+    return " + ".join(
+        f"{layer}.self_attn.{name}[{n}]"
+        for name, n in zip(names, (rows, others, others), strict=True)
+    )
 
 
 MLP = "{0}.mlp.gate_proj[96] + {0}.mlp.up_proj[96]"
@@ -213,7 +247,9 @@ def test_linears_that_become_one(family, tmp_path):
     want = model(IDS).logits
     assert pack_linears(model).groups
     torch.testing.assert_close(model(IDS).logits, want, rtol=0, atol=0)
-    torch.testing.assert_close(torch.compile(model, backend=backend)(IDS).logits, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.compile(model, backend=backend)(IDS).logits, want, rtol=1e-4, atol=1e-4
+    )
     assert list(map(weights_of, told)) == GROUPS[family]
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -232,7 +268,8 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu.default("
 @pytest.mark.full
 @torch.no_grad()
 def test_a_decode_step_copies_no_slice():
-    """One kernel rotates queries and keys and stores them and the values, which are read where the product left them."""
+    """One kernel rotates queries and keys and stores them and the values, which are read where the
+    product left them."""
     model = tiny.model("llama", num_hidden_layers=1)
     attnops.patch(model)
     pack_linears(model)
@@ -242,7 +279,23 @@ def test_a_decode_step_copies_no_slice():
         compiled = torch.compile(model, options={"pre_grad_custom_pass": merge_linears_pass})
         _, code = run_and_get_code(compiled, IDS[:, :1], **named(cache))
     body = "\n".join(code).partition("def call(")[2]
-    calls = [line.strip().partition("(")[0].rpartition(".")[2] for line in body.splitlines() if FLASH in line or "mm(" in line
-             or line.strip().startswith("cpp_fused")]  # fmt: skip
+    calls = [
+        line.strip().partition("(")[0].rpartition(".")[2]
+        for line in body.splitlines()
+        if FLASH in line or "mm(" in line or line.strip().startswith("cpp_fused")
+    ]
     kinds = ["kernel" if c.startswith("cpp_fused") else c for c in calls]
-    assert kinds == ["kernel", "mm", "kernel", "default", "mm", "kernel", "mm", "kernel", "mm", "kernel", "mm", "kernel"]
+    assert kinds == [
+        "kernel",
+        "mm",
+        "kernel",
+        "default",
+        "mm",
+        "kernel",
+        "mm",
+        "kernel",
+        "mm",
+        "kernel",
+        "mm",
+        "kernel",
+    ]

@@ -1,4 +1,5 @@
-"""The captured loop of generate(), on a stand-in for the device: transformers' tokens, caches, streams and random numbers."""
+"""The captured loop of generate(), on a stand-in for the device: transformers' tokens, caches,
+streams and random numbers."""
 
 import copy
 import functools
@@ -32,12 +33,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "min_p": {**SAMPLED, "min_p": 0.1, "temperature": 1.7},
     "penalty": {"repetition_penalty": 1.5},
     "least": {**SAMPLED, "min_new_tokens": 3, "top_p": 0.9, "eos_token_id": ENDS},
-    "all": {**SAMPLED, "temperature": 1.3, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 0.8},
+    "all": {
+        **SAMPLED,
+        "temperature": 1.3,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 0.8,
+    },
 }
 
 
 def asked(rows, length=9):
-    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows), device="cpu")
+    ids = torch.randint(
+        3, 90, (rows, length), generator=torch.Generator().manual_seed(length + rows), device="cpu"
+    )
     mask = torch.ones_like(ids)
     for row, padding in enumerate((2, 0, 3, 1)[:rows]):
         mask[row, :padding] = 0
@@ -61,11 +71,14 @@ class Streamer:
 
 def generated(model, rows=2, **more):
     ids, mask = asked(rows)
-    return model.generate(ids, **{"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "top_k": 0, **more})
+    return model.generate(
+        ids, **{"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "top_k": 0, **more}
+    )
 
 
 def drawn(model, **more):
-    """The tokens of two calls, of which the second draws on, and the state of random numbers after them."""
+    """The tokens of two calls, of which the second draws on, and the state of random numbers after
+    them."""
     torch.manual_seed(7)
     found = [generated(model, **more), generated(model, **more)]
     return [*(x.tolist() for x in found), torch.get_rng_state().tolist()]
@@ -95,12 +108,18 @@ def fresh(model):
 
 
 @pytest.mark.sweep(6)
-@pytest.mark.parametrize(("name", "ends"), [*((name, True) for name in OPTIONS), ("greedy", False), ("all", False)])
+@pytest.mark.parametrize(
+    ("name", "ends"), [*((name, True) for name in OPTIONS), ("greedy", False), ("all", False)]
+)
 def test_tokens_and_random_numbers(name, ends, model, shared):
     ours, handle = shared
     lengths = set()
     for rows in (1, 2, 3, 4) if ends else (3,):
-        call = {"rows": rows, **OPTIONS[name], **({"eos_token_id": ENDS, "pad_token_id": 1} if ends else {})}
+        call = {
+            "rows": rows,
+            **OPTIONS[name],
+            **({"eos_token_id": ENDS, "pad_token_id": 1} if ends else {}),
+        }
         want = drawn(model, **call)
         assert drawn(ours, **call) == want
         assert handle.took.loop == ""
@@ -121,7 +140,8 @@ def test_a_step_is_two_graphs(shared):
 
 
 def test_without_padding(model, shared):
-    """transformers 5.23 hands the model no mask then. The second turn begins with the one token that the cache lacks."""
+    """transformers 5.23 hands the model no mask then. The second turn begins with the one token
+    that the cache lacks."""
     ours, handle = shared
     ids, cache = torch.full((2, 9), 7), handle.new_cache(2, 40)
     for loop in ([], [lambda ids, scores: scores]):
@@ -131,7 +151,10 @@ def test_without_padding(model, shared):
         for _ in range(2):
             want = model.generate(want, attention_mask=torch.ones_like(want), **more)
             got = ours.generate(got, attention_mask=torch.ones_like(got), **named(cache), **more)
-            assert torch.equal(got, want) and (handle.took.decode, handle.plain_steps) == ("breakable", 0)
+            assert torch.equal(got, want) and (handle.took.decode, handle.plain_steps) == (
+                "breakable",
+                0,
+            )
             assert (handle.took.loop == "") is (not loop)
 
 
@@ -140,7 +163,10 @@ def test_without_padding(model, shared):
 def test_other_families(family):
     """llava: a model of images, with a text alone."""
     model = tiny.model(family)
-    calls = [{"rows": 3, **OPTIONS["all"], "eos_token_id": ENDS}, {"rows": 2, "prefill_chunk_size": 4}]
+    calls = [
+        {"rows": 3, **OPTIONS["all"], "eos_token_id": ENDS},
+        {"rows": 2, "prefill_chunk_size": 4},
+    ]
     want = [drawn(model, **call) for call in calls]
     with graphed(model) as handle:
         for call, tokens in zip(calls, want, strict=True):
@@ -155,7 +181,9 @@ def test_the_prompts_own_token_ends_all(model, shared):
         assert want.shape == (2, 10) and torch.equal(generated(shared[0], **more), want)
 
 
-@pytest.mark.parametrize("more", [{}, {"eos_token_id": ENDS}, {"eos_token_id": ENDS, "rows": 1}, {"max_new_tokens": 1}])
+@pytest.mark.parametrize(
+    "more", [{}, {"eos_token_id": ENDS}, {"eos_token_id": ENDS, "rows": 1}, {"max_new_tokens": 1}]
+)
 def test_streams(more, model, shared):
     ours, handle = shared
     want, got = Streamer(), Streamer()
@@ -171,19 +199,26 @@ def stock_cache(model):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("whose", ["returned", "the caller's"])
 def test_caches_that_live_on(whose, model, fresh):
-    """After a row's end and after the length, a cache holds as many positions as transformers' does, and a second turn goes on."""
+    """After a row's end and after the length, a cache holds as many positions as transformers'
+    does, and a second turn goes on."""
     kept = whose == "the caller's"
 
     def turns(model, cache):
         ids, mask = asked(2)
         found = []
-        for more in ({"eos_token_id": ENDS, "max_new_tokens": 20}, {"max_new_tokens": 3}, {"eos_token_id": ENDS, "max_new_tokens": 20}):
+        for more in (
+            {"eos_token_id": ENDS, "max_new_tokens": 20},
+            {"max_new_tokens": 3},
+            {"eos_token_id": ENDS, "max_new_tokens": 20},
+        ):
             given = {**more, "pad_token_id": 1, "do_sample": False, "return_dict_in_generate": True}
             out = model.generate(ids, attention_mask=mask, **named(cache), **given)
             found += [out.sequences.tolist(), int(cache_of(out).get_seq_length())]
             assert type(out).__name__ == "GenerateDecoderOnlyOutput" and out.logits is None
             ids, cache = out.sequences, cache_of(out) if kept else None
-            mask = torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.int64)], 1)
+            mask = torch.cat(
+                [mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.int64)], 1
+            )
         return found
 
     ours, handle = fresh
@@ -200,14 +235,23 @@ def test_a_cache_that_is_full_when_the_rows_end(model, shared):
     def second(model, cache, **more):
         model.generate(ids, attention_mask=mask, **named(cache), max_new_tokens=2, do_sample=False)
         # The ten tokens that the cache has are not passed again.
-        more = {"attention_mask": text, **named(cache), "max_new_tokens": 9, "do_sample": False, **more}
+        more = {
+            "attention_mask": text,
+            **named(cache),
+            "max_new_tokens": 9,
+            "do_sample": False,
+            **more,
+        }
         return model.generate(torch.full((2, 2), 5), **more)
 
     end = {"eos_token_id": second(model, stock_cache(model))[:, 6].tolist(), "pad_token_id": 1}
     want = second(model, stock_cache(model), **end)
     assert want.shape[1] < 2 + 9
     ours, handle = shared
-    for room, reason in ((10 + want.shape[1] - 1, "its text may not fit the cache"), (10 + 2 + 9 - 1, "")):
+    for room, reason in (
+        (10 + want.shape[1] - 1, "its text may not fit the cache"),
+        (10 + 2 + 9 - 1, ""),
+    ):
         assert torch.equal(second(ours, handle.new_cache(2, room), **end), want)
         assert handle.took.loop == reason
 
@@ -225,8 +269,16 @@ def test_an_error_of_the_streamer(model, shared):
             found.append(int(cache.get_seq_length()))
         return found
 
-    assert run(ours, lambda: handle.new_cache(2, 40)) == run(model, lambda: stock_cache(model)) == [0, 9, 12]
-    assert torch.equal(generated(ours), generated(model)) and handle.took.loop == "" and handle.plain_steps == 0
+    assert (
+        run(ours, lambda: handle.new_cache(2, 40))
+        == run(model, lambda: stock_cache(model))
+        == [0, 9, 12]
+    )
+    assert (
+        torch.equal(generated(ours), generated(model))
+        and handle.took.loop == ""
+        and handle.plain_steps == 0
+    )
 
 
 def halves(input_ids, scores):
@@ -241,7 +293,11 @@ OTHERS = {
     "function is code of its own": {"logits_processor": [halves]},
     "function is code": {"stopping_criteria": [ends]},
     "NoRepeatNGramLogitsProcessor is code": {"no_repeat_ngram_size": 2},
-    "leaves the prompt out": {"logits_processor": [transformers.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)]},
+    "leaves the prompt out": {
+        "logits_processor": [
+            transformers.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)
+        ]
+    },
     "output_scores=True": {"output_scores": True, "return_dict_in_generate": True},
     "output_logits=True": {"output_logits": True, "return_dict_in_generate": True},
     "asks for the cache 'dynamic'": {"cache_implementation": "dynamic"},
@@ -285,17 +341,23 @@ ALTERED = {
     "arguments that change from step to step": lambda asked: given(asked, output_attentions=True),
     "that change from": lambda asked: config(asked, use_cache=False),
     "not int64 on the device": lambda asked: asked._replace(input_ids=asked.input_ids.int()),
-    "no positions for each row": lambda asked: given(asked, position_ids=asked.given["position_ids"][:1]),
+    "no positions for each row": lambda asked: given(
+        asked, position_ids=asked.given["position_ids"][:1]
+    ),
     "no positions": lambda asked: given(asked, position_ids=None),
     "none pads them": lambda asked: config(asked, _pad_token_tensor=None),
-    "may not fit the cache": lambda asked: config(asked, _mask_length=cache_in(asked.given).max_length),
+    "may not fit the cache": lambda asked: config(
+        asked, _mask_length=cache_in(asked.given).max_length
+    ),
 }
 
 
 def test_the_conditions_of_a_plain_loop(model, shared, monkeypatch):
     """Each by itself, for a call that is plain but for it."""
     seen, (ours, _) = [], shared
-    monkeypatch.setattr(sample, "why_not_plain", lambda *given: seen.append(given) or plain.why_not_plain(*given))
+    monkeypatch.setattr(
+        sample, "why_not_plain", lambda *given: seen.append(given) or plain.why_not_plain(*given)
+    )
     out = generated(ours, eos_token_id=ENDS, pad_token_id=1, return_dict_in_generate=True)
     [(asked, decoder)] = seen
     assert cache_of(out) is cache_in(asked.given), "it keeps its pages"
@@ -305,7 +367,9 @@ def test_the_conditions_of_a_plain_loop(model, shared, monkeypatch):
         assert why in found
     compiled = copy.copy(asked.owner)
     object.__setattr__(compiled, "_compiled_call_impl", abs)
-    assert "compiles the model" in next(plain.why_not_plain(asked._replace(owner=compiled), decoder))
+    assert "compiles the model" in next(
+        plain.why_not_plain(asked._replace(owner=compiled), decoder)
+    )
     monkeypatch.setattr(decoder, "how", Decode("hf"))
     assert "graphs cannot be made" in next(plain.why_not_plain(asked, decoder))
 
@@ -318,7 +382,9 @@ def test_what_looks_at_each_call_of_the_model(fresh):
         tokens = generated(model)
         assert len(calls) == 8 and "hooks or forward" in handle.took.loop
     real = model.forward
-    model.forward = functools.wraps(real)(lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    model.forward = functools.wraps(real)(
+        lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs)
+    )
     assert torch.equal(generated(model), tokens) and len(calls) == 16
     model.forward = real
     assert torch.equal(generated(model), tokens) and len(calls) == 16 and handle.took.loop == ""
@@ -342,17 +408,27 @@ def test_a_tail_that_cannot_be_captured(model):
 
     call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS}
     with graphed(twin := copy.deepcopy(model), graphs=Refuses()) as handle:
-        with pytest.warns(NotFast, match="no CUDA graph for the choice of its tokens.*operation not permitted"):
+        with pytest.warns(
+            NotFast, match="no CUDA graph for the choice of its tokens.*operation not permitted"
+        ):
             assert drawn(twin, **call) == drawn(model, **call)
-        assert "the choice of a token: cannot be captured" in handle.took.loop and "operation not permitted" in handle.took.loop
+        assert (
+            "the choice of a token: cannot be captured" in handle.took.loop
+            and "operation not permitted" in handle.took.loop
+        )
         assert handle.plain_steps == 0
 
 
-def other_arguments(self, input_ids, generation_config, model_kwargs, is_first_iteration=True, *, whole):
+def other_arguments(
+    self, input_ids, generation_config, model_kwargs, is_first_iteration=True, *, whole
+):
     raise AssertionError("it is not to be called")
 
 
-@pytest.mark.parametrize(("method", "why"), [(None, "has no _prefill"), (other_arguments, "has a _prefill of other arguments")])
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [(None, "has no _prefill"), (other_arguments, "has a _prefill of other arguments")],
+)
 def test_a_transformers_with_other_methods(method, why, model, fresh, monkeypatch):
     """Its own loop then runs around the graphs, and the user is told."""
     want, (ours, handle) = generated(model), fresh
@@ -361,14 +437,21 @@ def test_a_transformers_with_other_methods(method, why, model, fresh, monkeypatc
     monkeypatch.setattr(GenerationMixin, "_prefill", method)
     with pytest.warns(NotFast, match=f"choice of its tokens: transformers .* {why}"):
         assert torch.equal(generated(ours), want)
-    assert why in handle.took.loop and handle.took.decode == "breakable" and not loop_of(handle)._idle
+    assert (
+        why in handle.took.loop and handle.took.decode == "breakable" and not loop_of(handle)._idle
+    )
 
 
 def test_steps_without_graphs_in_the_middle(model, fresh, monkeypatch):
-    """Where graphs are not to be had, a step is transformers' own, with the mask and the positions of its place."""
+    """Where graphs are not to be had, a step is transformers' own, with the mask and the positions
+    of its place."""
     call = {**OPTIONS["all"], "rows": 3, "eos_token_id": ENDS, "max_new_tokens": 20}
     real, calls, (ours, handle) = Decoder.try_step, [], fresh
-    monkeypatch.setattr(Decoder, "try_step", lambda *given: calls.append(1) or (real(*given) if len(calls) % 4 == 1 else None))
+    monkeypatch.setattr(
+        Decoder,
+        "try_step",
+        lambda *given: calls.append(1) or (real(*given) if len(calls) % 4 == 1 else None),
+    )
     assert drawn(ours, **call) == drawn(model, **call)
     assert handle.took.loop == "" and handle.plain_steps > 0
 
@@ -391,20 +474,28 @@ def test_a_generate_within_generate(model, shared):
     assert reasons == ["", ""] and len(loop_of(handle)._idle) <= sample._MOST
 
 
-@pytest.mark.parametrize(("bounds", "kept"), [((2, 0, 64), [8, 7]), ((1, 2**28, 3), [5, 8, 7]), ((1, 2**28, 64), [6, 5, 8, 7])])
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [((2, 0, 64), [8, 7]), ((1, 2**28, 3), [5, 8, 7]), ((1, 2**28, 64), [6, 5, 8, 7])],
+)
 def test_few_tails_are_kept(bounds, kept, fresh, monkeypatch):
-    """Those that were used last: more of them where they are small, up to a number. bounds: of those, of bytes, and that number."""
+    """Those that were used last: more of them where they are small, up to a number. bounds: of
+    those, of bytes, and that number."""
     for name, bound in zip(("_MOST", "_MOST_BYTES", "_MOST_SMALL"), bounds, strict=True):
         monkeypatch.setattr(sample, name, bound)
     ours, handle = fresh
     device = handle.decode.graphs
     for top_k in (6, 5, 7, 8, 7):
         drawn(ours, do_sample=True, top_k=top_k, max_new_tokens=2)
-    assert [dict(tail.choice.processors[0][1:-1])["top_k"] for tail in loop_of(handle)._idle] == kept
+    assert [
+        dict(tail.choice.processors[0][1:-1])["top_k"] for tail in loop_of(handle)._idle
+    ] == kept
     assert sum(graph.alive for graph in device.graphs) == len(kept) + 1
     assert not vars(copy.deepcopy(ours))["_attnops"]._paged.loop._idle
     handle.release()
-    assert device.calls[-2:] == ["settle", "release"] and not any(graph.alive for graph in device.graphs)
+    assert device.calls[-2:] == ["settle", "release"] and not any(
+        graph.alive for graph in device.graphs
+    )
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -421,4 +512,6 @@ def test_the_capture_of_a_choice_leaves_random_numbers_to_other_threads(sampled,
         with graphed(twin := copy.deepcopy(model), graphs=device):
             generated(twin, do_sample=sampled)
         found.append(torch.rand(3).tolist())
-    assert found[0][2:] == found[1][:1], "one draw in the capture of the step, one in that of the choice"
+    assert found[0][2:] == found[1][:1], (
+        "one draw in the capture of the step, one in that of the choice"
+    )

@@ -1,4 +1,5 @@
-"""A descriptor shows the keys that the written-out mask shows, for every query that is a token; and holes never become one."""
+"""A descriptor shows the keys that the written-out mask shows, for every query that is a token; and
+holes never become one."""
 
 import random
 from typing import Any
@@ -45,14 +46,21 @@ def shown(mask, queries, keys, batch):
 
 
 def case(rng):
-    """A forward as transformers makes it: (queries, keys, q_offset, kv_offset, window, columns of the 2-D mask)."""
+    """A forward as transformers makes it: (queries, keys, q_offset, kv_offset, window, columns of
+    the 2-D mask)."""
     window = rng.choice([0, 0, 3, 5])
     queries = rng.choice([1, 1, 2, 4, 7])
     past = rng.choice([0, 0, 1, 4, 9])
     kind = rng.choice(["dynamic", "static", "sliding"])
     if kind == "sliding" and window:  # StaticSlidingWindowLayer.get_mask_sizes
         offset = max(past - window + 1, 0)
-        keys = window + queries - 1 if past >= window else past + queries if past + queries > window else window
+        keys = (
+            window + queries - 1
+            if past >= window
+            else past + queries
+            if past + queries > window
+            else window
+        )
         return queries, keys, past, offset, window
     if kind == "static":
         return queries, 20, torch.tensor(past) if rng.random() < 0.5 and past else past, 0, window
@@ -74,7 +82,13 @@ def arguments(rng, batch=3):
     """Those of a mask function for such a forward, without padding."""
     queries, keys, q_offset, kv_offset, window = case(rng)
     rule = sliding_window_causal_mask_function(window) if window else causal_mask_function
-    given = {"batch_size": batch, "q_length": queries, "kv_length": keys, "q_offset": q_offset, "kv_offset": kv_offset}
+    given = {
+        "batch_size": batch,
+        "q_length": queries,
+        "kv_length": keys,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+    }
     return given | {"mask_function": rule} | ({"local_size": window} if window else {})
 
 
@@ -90,10 +104,16 @@ def test_compact_shows_what_dense_shows(seed, grad):
     want = sdpa_mask(allow_is_causal_skip=False, **common)[:, 0]
     skip = rng.random() < 0.7
     with torch.set_grad_enabled(grad):
-        ours = make("compact", allow_is_causal_skip=skip, config=None, dtype=torch.float32, **common)
+        ours = make(
+            "compact", allow_is_causal_skip=skip, config=None, dtype=torch.float32, **common
+        )
     if queries == 1 and not skip:
         assert ours is not None, "a compiled step must find a tensor every time"
-    tokens_only = torch.ones(batch, queries, dtype=torch.bool) if padding is None else padding[:, total - queries :]
+    tokens_only = (
+        torch.ones(batch, queries, dtype=torch.bool)
+        if padding is None
+        else padding[:, total - queries :]
+    )
     assert torch.equal(shown(ours, queries, keys, batch)[tokens_only], want[tokens_only])
 
 
@@ -121,16 +141,23 @@ def test_bidirectional(seed):
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_mask_shorter_than_the_text(static, queries):
-    """The 2-D mask of the prompt, given again later: transformers takes what it does not cover as masked, the queries' own keys too."""
+    """The 2-D mask of the prompt, given again later: transformers takes what it does not cover as
+    masked, the queries' own keys too."""
     padding = torch.tensor([[False, True, True, True], [True, True, True, True]])
-    common = {"batch_size": 2, "q_length": queries, "kv_length": 12 if static else 4 + queries, "attention_mask": padding}
+    common = {
+        "batch_size": 2,
+        "q_length": queries,
+        "kv_length": 12 if static else 4 + queries,
+        "attention_mask": padding,
+    }
     common |= {"q_offset": torch.tensor(4) if static else 4, "mask_function": causal_mask_function}
     want = sdpa_mask(allow_is_causal_skip=False, **common)[:, 0]
     assert torch.equal(shown(make("compact", **common), queries, common["kv_length"], 2), want)
 
 
 def test_while_a_compiler_traces_a_plain_mask_without_padding_is_none(monkeypatch):
-    """Sizes tell; transformers writes it out all the same. One that must be found every time, and `explicit`, stay tensors."""
+    """Sizes tell; transformers writes it out all the same. One that must be found every time, and
+    `explicit`, stay tensors."""
     none = 0
     for seed in range(150):
         common = arguments(random.Random(seed))
@@ -177,8 +204,15 @@ def test_a_descriptor_is_read_once_a_step_and_anew_when_it_was_written():
         descriptor.read_once(mask, 3)
     assert ranges(mask[:1], 1) == ([1], [5])
     graphs = []
-    compiled = torch.compile(lambda m: descriptor.read_once(m, 2).start * 2, backend=lambda g, _: graphs.append(g) or g.forward)
-    assert compiled(mask).tolist() == [2, 2] and compiled(described(4)).tolist() == [8, 8] and len(graphs) == 1
+    compiled = torch.compile(
+        lambda m: descriptor.read_once(m, 2).start * 2,
+        backend=lambda g, _: graphs.append(g) or g.forward,
+    )
+    assert (
+        compiled(mask).tolist() == [2, 2]
+        and compiled(described(4)).tolist() == [8, 8]
+        and len(graphs) == 1
+    )
     with torch.inference_mode():
         mask = described()
         assert ranges(mask)[0] == [1, 1]
@@ -187,7 +221,8 @@ def test_a_descriptor_is_read_once_a_step_and_anew_when_it_was_written():
 
 
 def test_a_descriptor_that_a_graph_makes_is_read_every_time():
-    """A replay writes its bytes, and no version tells of it; whatever records a graph sees the calls of a dispatch mode."""
+    """A replay writes its bytes, and no version tells of it; whatever records a graph sees the
+    calls of a dispatch mode."""
 
     class Recording(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -210,12 +245,13 @@ def test_another_int_mask_is_an_error(shape):
         descriptor.read(torch.zeros(shape, dtype=torch.int64), 2)
 
 
-# Who may look at the mask ---------------------------------------------------------------------------------------------
+# Who may look at the mask -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """`auto` behaves as on CUDA: lengths, and no look at the mask at one-token steps. Notes the length of each call that looked."""
+    """`auto` behaves as on CUDA: lengths, and no look at the mask at one-token steps. Notes the
+    length of each call that looked."""
     looks = []
     real = masks._look
 
@@ -228,7 +264,8 @@ def impatient(monkeypatch):
     return looks
 
 
-# Are there masks of the prompt, and of the steps after it? Padding on the right ends a run of ones; with ones appended it is a hole.
+# Are there masks of the prompt, and of the steps after it? Padding on the right ends a run of ones;
+# with ones appended it is a hole.
 PROMPTS = {"left": (False, False), "holes": (True, True), "right": (False, True)}
 
 
@@ -267,7 +304,8 @@ def test_outside_generate_nothing_is_trusted(impatient):
 
 
 def test_compact_may_look_at_every_step(impatient):
-    """What `mask="compact"` asks for, and `auto` does not do: outside generate() a step's mask is looked at, and lengths are given."""
+    """What `mask="compact"` asks for, and `auto` does not do: outside generate() a step's mask is
+    looked at, and lengths are given."""
     model, ids, mask = tiny.model("llama"), tokens(), left_padded()
     looks: dict[masks.Mode, list[int]] = {"auto": [14, 2], "compact": [14, 1, 1, 2, 1, 1]}
     for mode, looked in looks.items():
@@ -284,7 +322,10 @@ def test_one_bad_mask_spoils_a_generation(impatient):
         make("auto", 1, 3, 3, attention_mask=good)
         make("auto", 1, 3, 3, attention_mask=bad)
         make("auto", 1, 3, 3, attention_mask=good)
-        assert make("auto", 1, 1, 4, 3, attention_mask=torch.tensor([[False, True, True, True]])).dtype == torch.bool
+        assert (
+            make("auto", 1, 1, 4, 3, attention_mask=torch.tensor([[False, True, True, True]])).dtype
+            == torch.bool
+        )
 
 
 def test_fake_tensors_are_not_looked_at():

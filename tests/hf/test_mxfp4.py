@@ -1,4 +1,5 @@
-"""Experts in four bits a number: models answer as before, what they save, what is refused, and steps in graphs."""
+"""Experts in four bits a number: models answer as before, what they save, what is refused, and
+steps in graphs."""
 
 import copy
 import pickle
@@ -15,7 +16,15 @@ from attnops.hf import pack_experts, tiny, unpack_experts
 from attnops.hf.models import mxfp4
 from attnops.hf.models.experts import SWITCH
 from attnops.ops.experts.mxfp4 import MXFP4_EXPERTS
-from attnops.ops.experts.mxfp4_reference import MOST_SCALE, VALUES, arranged, decoded, encoded, restored, rounded
+from attnops.ops.experts.mxfp4_reference import (
+    MOST_SCALE,
+    VALUES,
+    arranged,
+    decoded,
+    encoded,
+    restored,
+    rounded,
+)
 from tests.hf.decoding import generated, how
 from tests.hf.helpers import LIMIT, near, relative
 from tests.hf.test_linears import judging
@@ -51,7 +60,9 @@ def test_models_answer_and_save_as_before(stock):
     want, saved, names = model(IDS).logits, bits(model), [n for n, _ in model.named_parameters()]
     model.set_experts_implementation(stock)
     assert pack_experts(model) == len(model.model.layers)
-    assert not any(n in mxfp4.NAMES for n, _ in model.model.layers[0].mlp.experts.named_parameters())
+    assert not any(
+        n in mxfp4.NAMES for n, _ in model.model.layers[0].mlp.experts.named_parameters()
+    )
     near(model(IDS).logits, want)
     with attnops.patch(model):
         near(model(IDS).logits, want)
@@ -61,7 +72,9 @@ def test_models_answer_and_save_as_before(stock):
         assert now.keys() == saved.keys() and all(torch.equal(now[n], saved[n]) for n in saved)
     unpack_experts(model)
     unpack_experts(model)
-    assert [n for n, _ in model.named_parameters()] == names and all(p.requires_grad for p in model.parameters())
+    assert [n for n, _ in model.named_parameters()] == names and all(
+        p.requires_grad for p in model.parameters()
+    )
     assert getattr(model.config, SWITCH) == stock
     now = model.state_dict()
     assert list(now) == list(saved) and all(torch.equal(now[n], saved[n]) for n in saved)
@@ -86,12 +99,18 @@ def patched(model):
 
 DTYPES = r"want bfloat16 \| float32 \| float64 with data"
 REFUSED = {
-    "down_proj of GptOssExperts got numbers that are none of MXFP4": lambda: rounded_elsewhere(gpt_oss()),
+    "down_proj of GptOssExperts got numbers that are none of MXFP4": lambda: rounded_elsewhere(
+        gpt_oss()
+    ),
     "down_proj got 64 rows and 96 columns, want multiples of 16 and 64": lambda: gpt_oss(96),
     rf"gate_up_proj got float16 on cpu, {DTYPES}": lambda: gpt_oss().half(),
     rf"gate_up_proj got float32 on meta, {DTYPES}": lambda: gpt_oss().to("meta"),
-    "GptOssExperts got a weight of another module, too, want weights of its own": lambda: shared(gpt_oss()),
-    r"GptOssForCausalLM got patched before, want pack_experts\(\) before": lambda: patched(gpt_oss()),
+    "GptOssExperts got a weight of another module, too, want weights of its own": lambda: shared(
+        gpt_oss()
+    ),
+    r"GptOssForCausalLM got patched before, want pack_experts\(\) before": lambda: patched(
+        gpt_oss()
+    ),
 }
 
 
@@ -103,7 +122,9 @@ def test_models_that_are_refused_stay_as_they_are(why):
         pack_experts(model)
     for n, p in model.named_parameters():
         assert p.is_meta or torch.equal(p, saved[n])
-    assert (model.model.layers[0].mlp.experts.down_proj is model.model.layers[1].mlp.experts.down_proj) == ("another module" in why)
+    assert (
+        model.model.layers[0].mlp.experts.down_proj is model.model.layers[1].mlp.experts.down_proj
+    ) == ("another module" in why)
     assert not any(mxfp4._PACKED in vars(m) for m in model.modules())
 
 
@@ -112,7 +133,10 @@ def test_loading_is_refused():
     model = gpt_oss()
     state = bits(model)
     pack_experts(model)
-    with pytest.raises(PatchError, match=r"load_state_dict: model\.layers\.0\.mlp\.experts is packed; call unpack_experts"):
+    with pytest.raises(
+        PatchError,
+        match=r"load_state_dict: model\.layers\.0\.mlp\.experts is packed; call unpack_experts",
+    ):
         model.load_state_dict(state)
     assert pack_experts(tiny.model("mixtral")) == 0, "experts of halves are left"
 
@@ -126,8 +150,12 @@ def test_a_cast_after_packing():
     assert {t.dtype for n, t in model.state_dict().items() if "experts" in n} == {torch.bfloat16}
     names = {n for n, _ in model.named_buffers()}
     unpack_experts(model)
-    assert {p.dtype for layer in model.model.layers for p in layer.mlp.experts.parameters()} == {torch.bfloat16}
-    assert {n for n in names if "experts" in n} and not any("experts" in n for n, _ in model.named_buffers())
+    assert {p.dtype for layer in model.model.layers for p in layer.mlp.experts.parameters()} == {
+        torch.bfloat16
+    }
+    assert {n for n in names if "experts" in n} and not any(
+        "experts" in n for n, _ in model.named_buffers()
+    )
     assert relative(model(IDS).logits, want) < 0.05
 
 
@@ -137,7 +165,12 @@ def test_generated_code_calls_the_kernel():
     block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
     want = block(x)
     pack_experts(model)
-    with attnops.patch(model), attnops.use(kernel={"route": "aten"}), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
+    with (
+        attnops.patch(model),
+        attnops.use(kernel={"route": "aten"}),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        pretend(SM90),
+    ):
         got = torch.compile(block, backend=backend, fullgraph=True)(x)
     [text] = code
     assert kernel_calls(text).count("mxfp4_experts.triton") == 1
@@ -150,7 +183,10 @@ def test_steps_in_graphs():
     want = generated(model, 2, 4, 2)
     pack_experts(model)
     kernels = {"mxfp4_experts": "reference"}
-    with attnops.use(kernel=kernels), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+    with (
+        attnops.use(kernel=kernels),
+        attnops.patch(model, cache="paged", decode=how("piecewise")) as handle,
+    ):
         assert torch.equal(generated(model, 2, 4, 2), want)
         assert handle.graphs.report().whole == ""
 
@@ -190,7 +226,9 @@ def test_the_largest_scale_that_kernels_read(name):
         if fits:
             pack_experts(model)
         else:
-            with pytest.raises(PatchError, match=f"{name} of GptOssExperts got numbers that are none of MXFP4"):
+            with pytest.raises(
+                PatchError, match=f"{name} of GptOssExperts got numbers that are none of MXFP4"
+            ):
                 pack_experts(model)
         assert all(torch.equal(t, saved[n]) for n, t in model.state_dict().items())
 
@@ -202,7 +240,12 @@ def signs(t):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_zeros_keep_their_signs(dtype):
-    weight = torch.tensor([0.0, -0.0, 1.0, -1.0, -0.0, 0.5, -6.0, 0.0] * 8).view(1, 2, 32).to(dtype).repeat(1, 8, 2)
+    weight = (
+        torch.tensor([0.0, -0.0, 1.0, -1.0, -0.0, 0.5, -6.0, 0.0] * 8)
+        .view(1, 2, 32)
+        .to(dtype)
+        .repeat(1, 8, 2)
+    )
     weight[0, 5] = -0.0
     assert signs(rounded(weight)) == signs(weight)
     blocks, scales = encoded(weight)
@@ -226,7 +269,10 @@ def test_the_bench_measures_packed_experts(monkeypatch):
     model = models.build(TOY, "gpt_oss")
     one, handle = models.patched(model, How({"cache": "paged"}, packed=True))
     with torch.no_grad():
-        assert torch.equal(one.model.layers[0].mlp.experts.state_dict()["down_proj"], model.model.layers[0].mlp.experts.down_proj)
+        assert torch.equal(
+            one.model.layers[0].mlp.experts.state_dict()["down_proj"],
+            model.model.layers[0].mlp.experts.down_proj,
+        )
         near(one(IDS).logits, model(IDS).logits)
     assert not any(n in mxfp4.NAMES for n, _ in one.model.layers[0].mlp.experts.named_parameters())
     handle.unpatch()

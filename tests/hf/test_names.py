@@ -36,7 +36,10 @@ def toy(tmp_path):
             (folder / f"{name}.py").write_text(text)
         path = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
         prelude = "from importlib import import_module, reload\nimport attnops\n"
-        hooks = 'hooks = lambda: [f for f in sys.meta_path if getattr(f, "name", "") == "transformers.modeling_utils"]\n'
+        hooks = (
+            'hooks = lambda: [f for f in sys.meta_path if getattr(f, "name", "") == '
+            '"transformers.modeling_utils"]\n'
+        )
         return torch_process(path + prelude + hooks + textwrap.dedent(code))
 
     return run
@@ -65,7 +68,7 @@ own = AttentionInterface._global_mapping["attnops"]
 model.set_attn_implementation("eager")
 torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], ours)
 print(hasattr(own, "attnops_late"), "attnops.hf" in sys.modules)
-"""
+"""  # noqa: E501
     told = torch_process(code).splitlines()
     assert told[-3:] == ["True True", "False []", "False True"]
 

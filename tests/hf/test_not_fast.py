@@ -1,4 +1,5 @@
-"""`NotFast`: a model that could have had pages or graphs and does not get them says so, once a process and class of model."""
+"""`NotFast`: a model that could have had pages or graphs and does not get them says so, once a
+process and class of model."""
 
 import warnings
 
@@ -53,7 +54,9 @@ def test_once_a_class_and_loss(model):
     told = told_by(call)
     assert len(told) == len(set(told)) == 2 * len(losses)
     for text in told:
-        assert "a test's reason" in text and ("LlamaForCausalLM" in text or "Qwen3ForCausalLM" in text)
+        assert "a test's reason" in text and (
+            "LlamaForCausalLM" in text or "Qwen3ForCausalLM" in text
+        )
 
 
 @pytest.mark.parametrize("name", ["t5", "qwen3_next"])
@@ -80,7 +83,11 @@ def test_pages_that_were_asked_for_without_graphs():
     """patch() itself says so, once the model is patched."""
     model, handles = tiny.model("qwen3_next"), []
     [text] = told_by(lambda: handles.append(paged(model, decode=auto())))
-    assert "Qwen3NextForCausalLM has no CUDA graphs" in text and 'decode="hf"' in text and "states that move" in text
+    assert (
+        "Qwen3NextForCausalLM has no CUDA graphs" in text
+        and 'decode="hf"' in text
+        and "states that move" in text
+    )
     with handles[0] as handle:
         assert told_in(model) == []
         assert (handle.took.cache, handle.took.decode) == ("paged", "hf")
@@ -92,7 +99,10 @@ def settled(handle):
     return told_by(handle._settle) + told_by(handle._tell)
 
 
-@pytest.mark.parametrize(("options", "why"), [({"kernel": "flex"}, "flex"), ({"mask": "additive"}, "additive masks were asked for")])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"kernel": "flex"}, "flex"), ({"mask": "additive"}, "additive masks were asked for")],
+)
 def test_options_are_the_callers_choice(options, why, model):
     with attnops.patch(model, decode=auto(), **options) as handle:
         assert settled(handle) == [] and handle._paged is None
@@ -103,7 +113,10 @@ def test_a_cache_that_the_checkpoint_names(model):
     model.generation_config.cache_implementation = "static"
     with attnops.patch(model, decode=auto()) as handle:
         [text] = told_in(model)
-        assert "set model.generation_config.cache_implementation = None for pages" in text and handle.took.cache == "hf"
+        assert (
+            "set model.generation_config.cache_implementation = None for pages" in text
+            and handle.took.cache == "hf"
+        )
         attnops.core.errors._WARNED.clear()
         # Beside the caller's own choice it is no reason.
         assert told_in(model, num_beams=2) == []
@@ -114,12 +127,19 @@ def test_a_cache_that_the_checkpoint_names(model):
 
 def test_arguments_that_keep_steps_out_of_graphs(model):
     """As tokenizers bring them unasked. What the caller asks for is no surprise."""
-    model._validate_model_kwargs = lambda _: None  # the model takes them, and hands them to its layers
-    for asked, told in (({"seq_idx": torch.zeros(1, 6)}, 1), ({"output_hidden_states": True, "return_dict_in_generate": True}, 0)):
+    model._validate_model_kwargs = lambda _: (
+        None
+    )  # the model takes them, and hands them to its layers
+    for asked, told in (
+        ({"seq_idx": torch.zeros(1, 6)}, 1),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, 0),
+    ):
         attnops.core.errors._WARNED.clear()
         with graphed(model) as handle:
             texts = told_in(model, **asked)
-            assert len(texts) == told and all("no CUDA graphs for its decode steps: they get seq_idx" in text for text in texts)
+            assert len(texts) == told and all(
+                "no CUDA graphs for its decode steps: they get seq_idx" in text for text in texts
+            )
             assert handle.plain_steps == GIVEN["max_new_tokens"] - 1
 
 
@@ -127,7 +147,10 @@ def other_arguments(self, generation_config, model_kwargs, batch_size):
     raise AssertionError("it is not to be called")
 
 
-@pytest.mark.parametrize(("of_class", "why"), [(False, f"has a {PREPARE} of other arguments"), (True, f"whose {PREPARE} is its own")])
+@pytest.mark.parametrize(
+    ("of_class", "why"),
+    [(False, f"has a {PREPARE} of other arguments"), (True, f"whose {PREPARE} is its own")],
+)
 def test_a_method_that_makes_caches_otherwise(of_class, why, model, monkeypatch):
     """It is refused at patch() where pages are asked for, and said where they are not."""
     kind = type(model)
@@ -136,7 +159,9 @@ def test_a_method_that_makes_caches_otherwise(of_class, why, model, monkeypatch)
     def own(self, *given):
         return real(self, *given)
 
-    monkeypatch.setattr(kind if of_class else GenerationMixin, PREPARE, own if of_class else other_arguments)
+    monkeypatch.setattr(
+        kind if of_class else GenerationMixin, PREPARE, own if of_class else other_arguments
+    )
     with pytest.raises(attnops.core.errors.PatchError, match=why):
         paged(model)
     with attnops.patch(model, decode=auto()) as handle:

@@ -1,4 +1,5 @@
-"""Numbers of models over pages of keys and values or of latents: eager's, however the text is cut, and after tokens were taken back."""
+"""Numbers of models over pages of keys and values or of latents: eager's, however the text is cut,
+and after tokens were taken back."""
 
 from typing import Any
 
@@ -32,7 +33,8 @@ from tests.hf.helpers import (
 from tests.hf.kinds import attending, both, pages_of
 
 LONG = 100
-# Prefill; single tokens; more than a window's pages have room for, over an empty cache and a filled one; a step of a few.
+# Prefill; single tokens; more than a window's pages have room for, over an empty cache and a filled
+# one; a step of a few.
 TURNS = ((0, 14), (14, 15), (15, 16), (16, 18), (18, 70), (70, 71), (71, 90), (90, 91), (91, LONG))
 
 
@@ -61,26 +63,40 @@ def test_logits_of_long_texts(name):
             assert relative(by_hand(model, cache, ids, mask, TURNS), want) < LIMIT
         pages = cache.state.pages
         windowed = sum(pages.windows[table] > 0 for table in pages.table_of)
-        assert calls.beside == windowed, "the step of 52 tokens, where the window is shorter than the text"
+        assert calls.beside == windowed, (
+            "the step of 52 tokens, where the window is shorter than the text"
+        )
         assert bool(windowed) == (name in SLIDING)
         with attending(name) as calls:
-            assert relative(logits(model, "dynamic", ids, mask, TURNS[:3]), want[: 3 * 16 - 8]) < LIMIT
+            assert (
+                relative(logits(model, "dynamic", ids, mask, TURNS[:3]), want[: 3 * 16 - 8]) < LIMIT
+            )
         assert not calls.later + calls.first + calls.beside
 
 
-CUTS = (((0, 1), (1, 60), (60, 61)), ((0, 60), (60, 92), (92, 93)), ((0, 2), (2, 35), (35, 68), (68, 69)), ((0, 70),), STEPS[:3])
+CUTS = (
+    ((0, 1), (1, 60), (60, 61)),
+    ((0, 60), (60, 92), (92, 93)),
+    ((0, 2), (2, 35), (35, 68), (68, 69)),
+    ((0, 70),),
+    STEPS[:3],
+)
 
 
 @both("mistral")
 @pytest.mark.parametrize("steps", CUTS)
 def test_however_the_text_is_cut(steps, name):
-    """The first step of one token is padding for some rows. In the last text a row has no token at all."""
+    """The first step of one token is padding for some rows. In the last text a row has no token at
+    all."""
     model, end = tiny.model(name), steps[-1][1]
     ids, mask = tokens(3, end), left_padded(3, end, (3, 40, 0))
     want = logits(model, "dynamic", ids, mask, steps)
     with paged(model) as handle:
         for size in (1, 4, 16):
-            assert relative(by_hand(model, poisoned(handle, 3, end, size), ids, mask, steps), want) < LIMIT
+            assert (
+                relative(by_hand(model, poisoned(handle, 3, end, size), ids, mask, steps), want)
+                < LIMIT
+            )
 
 
 @both("gpt_oss")
@@ -108,21 +124,28 @@ def test_half_precision(name, dtype):
     assert relative(ours, eager_logits(name)) < 0.1
 
 
-# Windows --------------------------------------------------------------------------------------------------------------
+# Windows ------------------------------------------------------------------------------------------
 
 
 def test_pages_behind_the_window_are_used_again():
-    """A sliding layer's pages are those of the window and a few tokens, however long the text; layers of a kind share a table."""
+    """A sliding layer's pages are those of the window and a few tokens, however long the text;
+    layers of a kind share a table."""
     with paged(tiny.model("gemma3")) as handle:
-        short, long = (handle.new_cache(2, length, page_size=4).state.pages for length in (100, 1000))
+        short, long = (
+            handle.new_cache(2, length, page_size=4).state.pages for length in (100, 1000)
+        )
     assert short.windows == long.windows == (8, 0) and short.table_of == (0, 0, 1)
-    assert [t.shape[1] for t in short.tables] == [11, 25] and [t.shape[1] for t in long.tables] == [11, 250]
+    assert [t.shape[1] for t in short.tables] == [11, 25] and [t.shape[1] for t in long.tables] == [
+        11,
+        250,
+    ]
     assert 8 - 1 + DRAFTS <= (11 - 1) * 4 + 1, "wherever in a page the window begins"
     assert [keys.shape[0] for keys, _ in long.layers] == [23, 23, 501]
 
 
 def test_no_two_tokens_of_a_step_go_to_one_place(monkeypatch):
-    """Which of them would stay is not said: of a step longer than a window's pages the first tokens are not written."""
+    """Which of them would stay is not said: of a step longer than a window's pages the first tokens
+    are not written."""
     model, given = tiny.model("mistral"), []
     real = paged_attention.write_kv
 
@@ -139,7 +162,7 @@ def test_no_two_tokens_of_a_step_go_to_one_place(monkeypatch):
     assert len(given[0]) == room, "as many as there is room for"
 
 
-# What is taken back ---------------------------------------------------------------------------------------------------
+# What is taken back -------------------------------------------------------------------------------
 
 
 @both("mistral")
@@ -153,11 +176,19 @@ def test_rollback(name):
         cache.crop(-3)
         by_hand(model, cache, ids, mask, ((0, 80),))
         for drafts in (DRAFTS, 5):
-            by_hand(model, cache, tokens(3, 80 + drafts, seed=9), left_padded(3, 80 + drafts), ((80, 80 + drafts),))
+            by_hand(
+                model,
+                cache,
+                tokens(3, 80 + drafts, seed=9),
+                left_padded(3, 80 + drafts),
+                ((80, 80 + drafts),),
+            )
             cache.crop(torch.tensor(-drafts))
         assert relative(by_hand(model, cache, ids, mask, steps), want) < LIMIT
         if name == "mistral":
-            with pytest.raises(InvalidInput, match="window of 8 needs tokens whose pages were used again"):
+            with pytest.raises(
+                InvalidInput, match="window of 8 needs tokens whose pages were used again"
+            ):
                 cache.crop(-40)
             assert int(cache.get_seq_length()) == 84, "nothing is forgotten"
         cache.crop(-84)
@@ -165,8 +196,8 @@ def test_rollback(name):
 
 
 def test_what_crop_is_told():
-    """As transformers' layers are: below 0 what to take back, be it a number or a tensor of one. Above 0 what to keep, as they were up to
-    transformers 5.23."""
+    """As transformers' layers are: below 0 what to take back, be it a number or a tensor of one.
+    Above 0 what to keep, as they were up to transformers 5.23."""
     model = tiny.model("llama")
     with paged(model) as handle:
         for said, left in ((-5, 9), (12, 12), (99, 14), (0, 14), (-99, 0)):
@@ -189,8 +220,11 @@ def test_what_crop_is_told():
 
 
 def test_all_layers_are_cropped_or_none():
-    """Whichever comes first: states of linear attention cannot go back unless they were asked to beforehand."""
-    model = tiny.model("qwen3_next", num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
+    """Whichever comes first: states of linear attention cannot go back unless they were asked to
+    beforehand."""
+    model = tiny.model(
+        "qwen3_next", num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]
+    )
     with paged(model) as handle:
         cache = handle.new_cache(3, 20)
         by_hand(model, cache, tokens(), left_padded(), STEPS[:1])
@@ -226,7 +260,7 @@ def test_a_step_that_ended_in_an_error(name):
     assert relative(ours, eager_logits(name)[-len(ours) :]) < LIMIT
 
 
-# Layers of other kinds ------------------------------------------------------------------------------------------------
+# Layers of other kinds ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "kimi_linear"])
@@ -234,7 +268,9 @@ def test_layers_of_other_kinds_keep_their_own_states(name):
     """Whose shape is that of a batch, so that a reset makes them anew."""
     model = tiny.model(name)
     with paged(model) as handle:
-        assert sum(bool(row.phases) for row in handle.report().rows) < model.config.num_hidden_layers
+        assert (
+            sum(bool(row.phases) for row in handle.report().rows) < model.config.num_hidden_layers
+        )
         cache = handle.new_cache(4, 40)
         by_hand(model, cache, tokens(1), left_padded(1), STEPS[:2])
         cache.reset()
@@ -244,11 +280,23 @@ def test_layers_of_other_kinds_keep_their_own_states(name):
 def test_layers_without_any_cache():
     """Of experts alone, between others. To transformers 5.24 they are layers of another kind."""
     config = transformers.NemotronHConfig(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96, mamba_num_heads=4,
-        mamba_head_dim=16, ssm_state_size=16, n_groups=1, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=32, layers_block_type=["mamba", "attention", "moe", "attention"], vocab_size=128,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+        layers_block_type=["mamba", "attention", "moe", "attention"],
+        vocab_size=128,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     model = transformers.NemotronHForCausalLM(config).eval()
     want = generated(model)
     with paged(model) as handle:

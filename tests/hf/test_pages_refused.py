@@ -1,4 +1,5 @@
-"""What pages cannot hold is an error, or refused at patch(): masks, sizes, training, attention of other kinds."""
+"""What pages cannot hold is an error, or refused at patch(): masks, sizes, training, attention of
+other kinds."""
 
 from typing import Any
 
@@ -27,12 +28,18 @@ from tests.hf.helpers import (
 )
 from tests.hf.kinds import both, everything
 
-# Masks ----------------------------------------------------------------------------------------------------------------
+# Masks --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spoilt", [(0, 6), (0, 13)], ids=["holes", "right"])
 @pytest.mark.parametrize(
-    ("name", "mode"), [("deepseek_v3", "auto"), ("deepseek_v3", "dense"), ("deepseek_v3", "compact"), ("gpt_oss", "auto")]
+    ("name", "mode"),
+    [
+        ("deepseek_v3", "auto"),
+        ("deepseek_v3", "dense"),
+        ("deepseek_v3", "compact"),
+        ("gpt_oss", "auto"),
+    ],
 )
 def test_masks_that_are_no_left_padding(spoilt, name, mode):
     model, mask = tiny.model(name), left_padded()[:, :14]
@@ -43,7 +50,9 @@ def test_masks_that_are_no_left_padding(spoilt, name, mode):
             generated(model, attention_mask=mask)
         with pytest.raises(InvalidInput, match="attention_mask"):
             by_hand(model, handle.new_cache(3, 14), tokens(), mask, STEPS[:1])
-        assert relative(logits(model, "dynamic", tokens(), mask, steps=STEPS[:1]), want) < LIMIT, "with transformers' cache"
+        assert relative(logits(model, "dynamic", tokens(), mask, steps=STEPS[:1]), want) < LIMIT, (
+            "with transformers' cache"
+        )
 
 
 @both("gpt_oss")
@@ -52,7 +61,11 @@ def test_masks_that_change(name):
     with paged(model) as handle, torch.no_grad():
         cache = handle.new_cache(3, 20)
         by_hand(model, cache, ids, mask, STEPS[:1])
-        for given, why in ((torch.ones(3, 15), "another padding"), (None, "another padding"), (mask[:, :14], "too few columns")):
+        for given, why in (
+            (torch.ones(3, 15), "another padding"),
+            (None, "another padding"),
+            (mask[:, :14], "too few columns"),
+        ):
             with pytest.raises(InvalidInput, match=why):
                 model(ids[:, 14:15], attention_mask=given, **named(cache))
         cache.reset()
@@ -76,7 +89,8 @@ def test_batches_that_shrink_and_grow(name):
 
 @both("gpt_oss")
 def test_where_the_host_must_not_wait(monkeypatch, name):
-    """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at one-token steps."""
+    """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at
+    one-token steps."""
     monkeypatch.setattr(masks, "_FAR", ("cpu",))
     model, ids, mask = tiny.model(name), tokens(), left_padded()
     with paged(model) as handle:
@@ -93,7 +107,8 @@ def test_where_the_host_must_not_wait(monkeypatch, name):
 
 @pytest.mark.parametrize("mode", ["auto", "compact"])
 def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
-    """As on CUDA: not a prompt's last chunk of one token, nor another cache that someone uses while generate() runs."""
+    """As on CUDA: not a prompt's last chunk of one token, nor another cache that someone uses while
+    generate() runs."""
     monkeypatch.setattr(masks, "_FAR", ("cpu",))
     model, spoilt, looks = tiny.model("deepseek_v3"), left_padded()[:, :9], []
     with torch.no_grad():
@@ -101,29 +116,43 @@ def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
 
     def beside(ids, scores):
         with torch.no_grad():
-            looks.append(relative(model(tokens()[:, :1], **named(handle.new_cache(3, 4))).logits, first))
+            looks.append(
+                relative(model(tokens()[:, :1], **named(handle.new_cache(3, 4))).logits, first)
+            )
         return scores
 
     with paged(model, mask=mode) as handle:
         assert torch.equal(generated(model, 4, length=9, prefill_chunk_size=1), want)
-        assert torch.equal(generated(model, 4, length=9, logits_processor=[beside]), want) and max(looks) < LIMIT
+        assert (
+            torch.equal(generated(model, 4, length=9, logits_processor=[beside]), want)
+            and max(looks) < LIMIT
+        )
         spoilt[1, 8] = 0
-        with pytest.raises((InvalidInput, RuntimeError), match=r"attention_mask|pages cannot follow"):
+        with pytest.raises(
+            (InvalidInput, RuntimeError), match=r"attention_mask|pages cannot follow"
+        ):
             generated(model, 4, length=9, attention_mask=spoilt, prefill_chunk_size=4)
 
 
 @both("mistral")
 def test_calls_that_pages_cannot_serve(name):
-    """Masks of the user's own, a larger window than that of the pages, a batch or a text without room."""
+    """Masks of the user's own, a larger window than that of the pages, a batch or a text without
+    room."""
     model, see = tiny.model(name), torch.ones(3, 1, 9, 9, dtype=torch.bool).tril()
     with paged(model) as handle, torch.no_grad():
         for given in (see, torch.where(see, 0.0, -1e9)):
             with pytest.raises(InvalidInput, match=r"attention_mask.*2-D"):
                 model(tokens()[:, :9], attention_mask=given, **named(handle.new_cache(3, 9)))
         for window in (12, 0) if name == "mistral" else ():
-            mask = descriptor.build(descriptor.Pattern(True, window), 3, 0, 14, 0, 0, torch.device("cpu"))
+            mask = descriptor.build(
+                descriptor.Pattern(True, window), 3, 0, 14, 0, 0, torch.device("cpu")
+            )
             with pytest.raises(InvalidInput, match=r"window of layer 0.*at most 8"):
-                model(tokens()[:, :14], attention_mask=mask, **named(handle.new_cache(3, 80, page_size=4)))
+                model(
+                    tokens()[:, :14],
+                    attention_mask=mask,
+                    **named(handle.new_cache(3, 80, page_size=4)),
+                )
         for rows, length, why in ((2, 40, "rows"), (3, 20, "length")):
             with pytest.raises(InvalidInput, match=why):
                 generated(model, **named(handle.new_cache(rows, length)))
@@ -160,7 +189,10 @@ def test_training(name):
             model(ids, **named(handle.new_cache(3, 9)))
 
 
-@pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("gpt_neox", 1), ("gpt_bigcode", 1), ("gemma2", 1), ("deepseek_v3", 3)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("llama", 1), ("gpt_neox", 1), ("gpt_bigcode", 1), ("gemma2", 1), ("deepseek_v3", 3)],
+)
 def test_a_consumer_that_does_not_know_pages_fails(name, rows):
     """Be it the mask function or the layer: never with numbers."""
     model = tiny.model(name)
@@ -173,10 +205,17 @@ def test_a_consumer_that_does_not_know_pages_fails(name, rows):
         handle.new_cache(3, 20)
 
 
-# Models ---------------------------------------------------------------------------------------------------------------
+# Models -------------------------------------------------------------------------------------------
 
 _TEXT = {**tiny._BASE, "head_dim": 16}
-_JET = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16, "intermediate_size": 48}
+_JET = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "kv_channels": 16,
+    "intermediate_size": 48,
+}
 _COMPUTES = "computes with all the keys that its cache returns"
 _ELSEWHERE = "in other layers of its cache than its own"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -191,7 +230,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DiffLlamaForCausalLM": (tiny._BASE, _COMPUTES),
     "JetMoeForCausalLM": ({**_JET, "num_local_experts": 4}, _COMPUTES),
     "MiniMaxForCausalLM": ({**_TEXT, "num_local_experts": 4}, "a cache of its own class"),
-    "MllamaForCausalLM": ({**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]}, _COMPUTES),
+    "MllamaForCausalLM": (
+        {**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+        _COMPUTES,
+    ),
     "HrmTextForCausalLM": ({**_TEXT, "num_layers_per_stack": 1}, _ELSEWHERE),
     "DoryForCausalLM": (_TEXT, _ELSEWHERE),
 }
@@ -220,14 +262,24 @@ def test_a_norm_after_the_cache_is_no_edit():
     from transformers.models.idefics.modeling_idefics import IdeficsAttention
     from transformers.models.llama.modeling_llama import LlamaAttention
 
-    usages = {cls: usage_of(cls) for cls in (LlamaAttention, IdeficsAttention, DiffLlamaAttention, DeepseekV3Attention)}
-    assert [usage is not None and usage.edits_cached for usage in usages.values()] == [False, False, True, True]
+    usages = {
+        cls: usage_of(cls)
+        for cls in (LlamaAttention, IdeficsAttention, DiffLlamaAttention, DeepseekV3Attention)
+    }
+    assert [usage is not None and usage.edits_cached for usage in usages.values()] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_models_with_latents_in_part():
     model = tiny.model("deepseek_v3")
     model.model.layers[1].self_attn = tiny.model("llama").model.layers[1].self_attn
-    with pytest.raises(PatchError, match=r"caches latents, or none.*\n.*layers.1.self_attn \(LlamaAttention\)"):
+    with pytest.raises(
+        PatchError, match=r"caches latents, or none.*\n.*layers.1.self_attn \(LlamaAttention\)"
+    ):
         paged(model)
     assert model.config._attn_implementation == "eager"
 
@@ -236,7 +288,9 @@ def test_a_projection_that_does_more(monkeypatch):
     model = tiny.model("deepseek_v3")
     module = model.model.layers[1].self_attn
     own = type(module).expand_kv
-    monkeypatch.setattr(type(module), "expand_kv", lambda self, c, k: tuple(2 * x for x in own(self, c, k)))
+    monkeypatch.setattr(
+        type(module), "expand_kv", lambda self, c, k: tuple(2 * x for x in own(self, c, k))
+    )
     with pytest.raises(PatchError, match=r"layers.0.self_attn.*does more"):
         paged(model)
     monkeypatch.undo()
@@ -247,18 +301,34 @@ def test_a_projection_that_does_more(monkeypatch):
 
 
 def test_images_whose_tokens_see_each_other():
-    """Gemma 3: blocks of an image are bidirectional, which pages cannot hold; texts without them are over pages."""
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    """Gemma 3: blocks of an image are bidirectional, which pages cannot hold; texts without them
+    are over pages."""
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     vision |= {"image_size": 16, "patch_size": 8}
     config = transformers.Gemma3Config(
-        text_config=tiny.config("gemma3").to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_index=120, image_token_id=120
+        text_config=tiny.config("gemma3").to_dict(),
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=120,
+        image_token_id=120,
     )
-    model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    model = transformers.Gemma3ForConditionalGeneration._from_config(
+        config, attn_implementation="eager"
+    ).eval()
     ids = tokens(2, 14)
     text = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     shown = ids.clone()
     shown[:, 3:7] = 120
-    image = {**text, "token_type_ids": (shown == 120).long(), "pixel_values": torch.randn(2, 3, 16, 16)}
+    image = {
+        **text,
+        "token_type_ids": (shown == 120).long(),
+        "pixel_values": torch.randn(2, 3, 16, 16),
+    }
     want = model.generate(ids, **text), model.generate(shown, **image)
     handle = paged(model)
     with over_pages() as calls:

@@ -1,4 +1,5 @@
-"""What a model over pages says of itself: options that are refused, kernels, its report and what `explain` finds."""
+"""What a model over pages says of itself: options that are refused, kernels, its report and what
+`explain` finds."""
 
 import json
 from typing import Any
@@ -46,7 +47,12 @@ def test_kernels_and_options():
 WINDOW = "behind the window of 8 are used again"
 REPORTS = {
     "gemma3": ("decode and every later token over pages", [WINDOW, WINDOW, "over pages"], 0, ""),
-    "kimi_linear": ("decode and every later token absorbed", ["absorbed"] * 2, 2, "expanded in prefill and decode"),
+    "kimi_linear": (
+        "decode and every later token absorbed",
+        ["absorbed"] * 2,
+        2,
+        "expanded in prefill and decode",
+    ),
 }
 
 
@@ -59,13 +65,16 @@ def test_report(name):
         for row, end in zip(report.patched, ends, strict=True):
             assert said in row.phases and row.phases.endswith(end)
         assert json.loads(json.dumps(report.to_dict()))["cache"] == "paged"
-        assert "patched: prefill into an empty cache" in str(report) and "cache=paged" in str(report)
+        assert "patched: prefill into an empty cache" in str(report) and "cache=paged" in str(
+            report
+        )
     with attnops.patch(model) as handle:
         assert {row.phases for row in handle.report().patched} == {plain}
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "write"), [("mistral", "paged_attention", "write_kv"), ("minicpm3", "mla_attention", "write_latent")]
+    ("name", "attention", "write"),
+    [("mistral", "paged_attention", "write_kv"), ("minicpm3", "mla_attention", "write_latent")],
 )
 def test_explain(name, attention, write):
     model = tiny.model(name)
@@ -82,16 +91,26 @@ def test_explain(name, attention, write):
 
 
 def test_a_kernel_that_reads_a_plan_gets_one():
-    """FlashMLA's schedule, which every layer would work out for itself, is made once a step, and only for decode."""
-    model = tiny.model("minicpm3", kv_lora_rank=512, qk_rope_head_dim=64, num_hidden_layers=3).to(torch.bfloat16)
+    """FlashMLA's schedule, which every layer would work out for itself, is made once a step, and
+    only for decode."""
+    model = tiny.model("minicpm3", kv_lora_rank=512, qk_rope_head_dim=64, num_hidden_layers=3).to(
+        torch.bfloat16
+    )
     with paged(model, kernel="flashmla") as handle:
         with pretend(Target.parse("sm90", packages_of_kernels())):
             cache = handle.new_cache(2, 100)
         assert cache.state.pages.page_size == 64
         for tokens_now, planned in ((1, 1), (4, 1), (9, 0)):
             cache.state.filled = True
-            sites = attnops.explain(model, tokens(2, tokens_now), **named(cache), target="sm90", quiet=True).sites
+            sites = attnops.explain(
+                model, tokens(2, tokens_now), **named(cache), target="sm90", quiet=True
+            ).sites
             calls = {site.decision.problem.op: site for site in sites}
-            assert sum(site.count for site in sites if site.decision.problem.op == "decode_rows") == planned
-            assert calls["mla_attention"].decision.problem.step.plan == ("device" if planned else "none")
+            assert (
+                sum(site.count for site in sites if site.decision.problem.op == "decode_rows")
+                == planned
+            )
+            assert calls["mla_attention"].decision.problem.step.plan == (
+                "device" if planned else "none"
+            )
             assert calls["mla_attention"].count == 3

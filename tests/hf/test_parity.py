@@ -1,4 +1,5 @@
-"""Every family gives eager's logits and tokens: decoders with each cache and padding, encoders, models of two parts, own masks."""
+"""Every family gives eager's logits and tokens: decoders with each cache and padding, encoders,
+models of two parts, own masks."""
 
 import functools
 from typing import Any
@@ -33,7 +34,8 @@ MATRIX = [*(("dense", name) for name in DECODERS), *(("compact", name) for name 
 # transformers 5.17 passes block_sequence_ids to create_chunked_causal_mask, which does not take it.
 STATIC_GENERATE_BROKEN = ("llama4",)
 
-# Built once a process. What eager gives is computed by models that no test patches, lest a patched one be compared with itself.
+# Built once a process. What eager gives is computed by models that no test patches, lest a patched
+# one be compared with itself.
 untouched, shared = functools.cache(tiny.model), functools.cache(tiny.model)
 
 
@@ -54,10 +56,17 @@ def test_decoders(mode, name, cache):
         ours = logits(model, cache, tokens(), left_padded())
     near(ours, want)
     lengths = any(call["kv_start"] is not None for call in calls)
-    assert calls and lengths == (mode == "compact" and name != "doge"), "doge computes with its masks, so it has no lengths"
-    assert mode == "dense" or name in ("doge", "llama4") or all(call["mask"] is None for call in calls)
+    assert calls and lengths == (mode == "compact" and name != "doge"), (
+        "doge computes with its masks, so it has no lengths"
+    )
+    assert (
+        mode == "dense" or name in ("doge", "llama4") or all(call["mask"] is None for call in calls)
+    )
     if cache == "static" and name in STATIC_GENERATE_BROKEN:
-        pytest.skip(f"transformers itself cannot generate with a static cache for {name}: create_chunked_causal_mask() raises TypeError")
+        pytest.skip(
+            f"transformers itself cannot generate with a static cache for {name}: "
+            "create_chunked_causal_mask() raises TypeError"
+        )
     kind = None if cache == "dynamic" else cache
     want = generated(untouched(name), kind=kind)
     with attnops.patch(model, mask=mode):
@@ -74,11 +83,15 @@ def test_without_a_mask(name, mode):
         with attnops.patch(model, mask=mode), torch.no_grad():
             past = make_cache(cache, model)
             steps = STEPS if past is not None else STEPS[:1]
-            parts = [model(ids[:, a:b], **named(past), use_cache=past is not None).logits.flatten(0, 1) for a, b in steps]
+            parts = [
+                model(ids[:, a:b], **named(past), use_cache=past is not None).logits.flatten(0, 1)
+                for a, b in steps
+            ]
         assert relative(torch.cat(parts), want) < LIMIT, cache
 
 
-# Padding on the right, behind which more tokens come: then it is a hole. Tokens that are masked in the middle. A row without any.
+# Padding on the right, behind which more tokens come: then it is a hole. Tokens that are masked in
+# the middle. A row without any.
 GAPS = {
     "right": lambda mask: mask[:, :14].copy_(left_padded(3, 14).flip(1)),
     "holes": lambda mask: mask[::2, 3:7].fill_(0),
@@ -89,7 +102,9 @@ GAPS = {
 @pytest.mark.sweep(5)
 @MODES
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen2_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen2_moe", "qwen3_next"]
+)
 @pytest.mark.parametrize("gaps", GAPS)
 def test_gaps(gaps, name, cache, mode):
     """Positions that are no padding agree; nothing of the others spills over, or becomes NaN."""
@@ -137,7 +152,7 @@ def test_a_mask_of_the_users_own(dtype):
     near(ours, want)
 
 
-# Encoders, and models of two parts ------------------------------------------------------------------------------------
+# Encoders, and models of two parts ----------------------------------------------------------------
 
 IDS = tokens(2, 9)
 PADDED = torch.ones_like(IDS)
@@ -151,9 +166,14 @@ INPUTS: dict[str, dict[str, Any]] = {
     "bart": BOTH,
     "whisper": {"input_features": FEATURES, "decoder_input_ids": IDS[:, :5]},
     "bert": {"input_ids": IDS, "attention_mask": PADDED},
-    "llava": {"input_ids": WITH_IMAGE, "pixel_values": IMAGES, "attention_mask": torch.ones_like(WITH_IMAGE)},
+    "llava": {
+        "input_ids": WITH_IMAGE,
+        "pixel_values": IMAGES,
+        "attention_mask": torch.ones_like(WITH_IMAGE),
+    },
 }
-# Attention modules: encoder, decoder and cross for two layers each; vision and text for two layers each.
+# Attention modules: encoder, decoder and cross for two layers each; vision and text for two layers
+# each.
 MODULES = {"t5": 6, "bart": 6, "whisper": 6, "bert": 2, "llava": 4}
 # The last layer of a vision tower may not be asked for.
 CALLED = {**MODULES, "llava": 3}
@@ -162,7 +182,11 @@ SIDES = {None: slice(0), "left": slice(2), "right": slice(3, 5)}
 
 @MODES
 @pytest.mark.parametrize(
-    ("name", "side"), [*((name, None) for name in INPUTS), *((name, side) for name in ("t5", "bart") for side in ("left", "right"))]
+    ("name", "side"),
+    [
+        *((name, None) for name in INPUTS),
+        *((name, side) for name in ("t5", "bart") for side in ("left", "right")),
+    ],
 )
 def test_encoders(name, side, mode):
     """side: where padding of the decoder is, beside that of the encoder."""
@@ -184,11 +208,19 @@ def test_encoders(name, side, mode):
 
 
 @MODES
-@pytest.mark.parametrize(("name", "cache"), [("whisper", None), *((n, c) for n in ("t5", "bart", "llava") for c in (None, "static"))])
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [("whisper", None), *((n, c) for n in ("t5", "bart", "llava") for c in (None, "static"))],
+)
 def test_generate(name, cache, mode):
     model = tiny.model(name)
     inputs = {key: value for key, value in INPUTS[name].items() if key != "decoder_input_ids"}
-    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "cache_implementation": cache}
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "num_beams": 1,
+        "cache_implementation": cache,
+    }
     want = model.generate(**inputs, **options)
     with attnops.patch(model, mask=mode):
         assert torch.equal(model.generate(**inputs, **options), want)
@@ -209,11 +241,15 @@ def test_a_bidirectional_decoder(mode):
 
 
 def skip_unless_it_compiles_as_it_is(model, inputs):
-    """Dynamo of torch 2.11 has no copy.deepcopy of a config, and counts llava's masked_scatter wrong: a patch mends neither."""
+    """Dynamo of torch 2.11 has no copy.deepcopy of a config, and counts llava's masked_scatter
+    wrong: a patch mends neither."""
     try:
         torch.compile(model, fullgraph=True, backend="eager")(**inputs)
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.InternalTorchDynamoError) as error:
-        pytest.skip(f"torch {torch.__version__} cannot compile the model before it is patched: {str(error).splitlines()[0]}")
+        pytest.skip(
+            f"torch {torch.__version__} cannot compile the model before it is patched: "
+            f"{str(error).splitlines()[0]}"
+        )
     torch._dynamo.reset()
 
 
@@ -227,12 +263,16 @@ def test_fullgraph(name):
             skip_unless_it_compiles_as_it_is(model, INPUTS[name])
         attnops.patch(model)
         ours = torch.compile(model, fullgraph=True, backend=counter)(**INPUTS[name]).logits
-    assert len(counter) == 1 and sum("attnops.attention" in target for target in counter.targets()) >= CALLED[name]
+    assert (
+        len(counter) == 1
+        and sum("attnops.attention" in target for target in counter.targets()) >= CALLED[name]
+    )
     near(ours, want)
 
 
 def test_only_a_part_of_a_model():
-    """The text model of a vision-language model can be patched by itself; the vision tower stays as it was."""
+    """The text model of a vision-language model can be patched by itself; the vision tower stays as
+    it was."""
     model = tiny.model("llava")
     with torch.no_grad():
         want = model(**INPUTS["llava"]).logits
@@ -246,13 +286,23 @@ def test_only_a_part_of_a_model():
 
 
 def test_a_head_that_makes_a_mask_for_itself():
-    """SigLIP 2 pools by torch's own attention, over a mask of transformers': lengths would be nothing to it."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    """SigLIP 2 pools by torch's own attention, over a mask of transformers': lengths would be
+    nothing to it."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     config = transformers.Siglip2VisionConfig(**sizes, num_patches=16, patch_size=4)
     model = transformers.Siglip2VisionModel._from_config(config, attn_implementation="eager").eval()
     mask = torch.ones(2, 16, dtype=torch.int64)
     mask[0, 12:] = 0
-    inputs = {"pixel_values": torch.randn(2, 16, 48), "pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[3, 4], [4, 4]])}
+    inputs = {
+        "pixel_values": torch.randn(2, 16, 48),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[3, 4], [4, 4]]),
+    }
     with torch.no_grad():
         want = model(**inputs).pooler_output
         for mode in ("auto", "compact"):

@@ -1,4 +1,5 @@
-"""patch, unpatch, report, verify: what they do to a model, and that nothing of it is left behind."""
+"""patch, unpatch, report, verify: what they do to a model, and that nothing of it is left
+behind."""
 
 import inspect
 import io
@@ -34,14 +35,19 @@ from tests.hf.kinds import everything
 PAGED = ("llama", "deepseek_v2", "kimi_linear", "gpt_oss", "qwen3_next")
 
 
-@pytest.mark.parametrize(("name", "cache"), [*((n, "auto") for n in (*DECODERS, *ENCODERS)), *((n, "paged") for n in PAGED)])
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [*((n, "auto") for n in (*DECODERS, *ENCODERS)), *((n, "paged") for n in PAGED)],
+)
 def test_unpatch_leaves_nothing(name, cache):
     model, want = tiny.model(name), None
     if cache == "paged":
         want = generated(model, new=3)  # which makes transformers note something on the model
     before, weights = everything(model), {k: v.clone() for k, v in model.state_dict().items()}
     handle = attnops.patch(model, cache=cache)
-    assert handle.active and {m.config._attn_implementation for m in model.modules() if usage_of(type(m))} == {handle.implementation}
+    assert handle.active and {
+        m.config._attn_implementation for m in model.modules() if usage_of(type(m))
+    } == {handle.implementation}
     assert set(model.state_dict()) == set(weights)
     assert bool(handle.report().skipped) == (name in PARTLY)
     if want is not None:
@@ -113,11 +119,14 @@ def test_not_a_model_with_attention(what):
 
 
 def test_a_model_of_two_kinds():
-    """One attention module goes through the interface, another one does not: the first is patched, the second reported."""
+    """One attention module goes through the interface, another one does not: the first is patched,
+    the second reported."""
     model = tiny.model("llava")
     model.model.extra = nn.MultiheadAttention(8, 2)
     rows = {row.path: row.status for row in attnops.patch(model).report().rows}
-    assert rows["model.extra"].startswith("skipped: MultiheadAttention computes attention by itself")
+    assert rows["model.extra"].startswith(
+        "skipped: MultiheadAttention computes attention by itself"
+    )
     assert rows["model.language_model.layers.0.self_attn"] == "patched"
 
 
@@ -137,18 +146,23 @@ class OddAttention(KeepsItsMasks):
 
 
 def test_modules_that_share_a_config_stay_together(monkeypatch):
-    """A neighbour that adds masks to scores would be handed bool masks. Its class never said that it can take them."""
+    """A neighbour that adds masks to scores would be handed bool masks. Its class never said that
+    it can take them."""
     model = tiny.model("llama")
     model.model.layers[1].odd = OddAttention(model.config)
     with attnops.patch(model) as handle:  # Llama says that it can (_supports_sdpa)
         assert handle.report().mask == "explicit"
-    for cls in (transformers.LlamaForCausalLM, transformers.LlamaModel, transformers.LlamaPreTrainedModel):
+    for cls in (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaModel,
+        transformers.LlamaPreTrainedModel,
+    ):
         monkeypatch.setattr(cls, "_supports_sdpa", False)
     with pytest.raises(PatchError, match=r"shares its config object with model.layers.1.odd"):
         attnops.patch(model)
 
 
-# report() and verify() ------------------------------------------------------------------------------------------------
+# report() and verify() ----------------------------------------------------------------------------
 
 
 def test_report():
@@ -157,9 +171,15 @@ def test_report():
     assert len(report.patched) == 4 and not report.skipped
     assert {row.cls for row in report.rows} == {"CLIPAttention", "LlamaAttention"}
     again = json.loads(json.dumps(report.to_dict()))
-    assert again["kernel"] == "reference" and again["rows"][0]["status"] == "patched" and again["notes"]
+    assert (
+        again["kernel"] == "reference"
+        and again["rows"][0]["status"] == "patched"
+        and again["notes"]
+    )
     text = str(report)
-    assert "4 of 4" in text and "model.language_model.layers.1.self_attn" in text and "dropout" in text
+    assert (
+        "4 of 4" in text and "model.language_model.layers.1.self_attn" in text and "dropout" in text
+    )
     assert "kernel=reference" in repr(handle)
 
 
@@ -176,7 +196,12 @@ def test_verify(name, mode):
     model = tiny.model(name).train()
     handle = attnops.patch(model, mask=mode)
     figures = handle.verify(tokens(), attention_mask=left_padded())
-    assert figures.passed and figures.max_rel < LIMIT and figures.same_argmax == 1.0 and figures.dtype == "float32"
+    assert (
+        figures.passed
+        and figures.max_rel < LIMIT
+        and figures.same_argmax == 1.0
+        and figures.dtype == "float32"
+    )
     assert figures.positions == int(left_padded().sum())
     json.dumps(figures.to_dict())
     assert "passed" in str(figures)
@@ -185,7 +210,11 @@ def test_verify(name, mode):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_verify_in_half_precision(dtype):
-    assert attnops.patch(tiny.model("llama").to(dtype)).verify(tokens(), attention_mask=left_padded()).passed
+    assert (
+        attnops.patch(tiny.model("llama").to(dtype))
+        .verify(tokens(), attention_mask=left_padded())
+        .passed
+    )
 
 
 def test_verify_of_other_outputs():
@@ -196,7 +225,7 @@ def test_verify_of_other_outputs():
     assert attnops.patch(tiny.model("llava")).verify(ids, pixel_values=pixels).passed
 
 
-# kernel= --------------------------------------------------------------------------------------------------------------
+# kernel= ------------------------------------------------------------------------------------------
 
 
 def test_a_forced_kernel():
@@ -221,11 +250,12 @@ def test_a_forced_kernel_that_cannot():
     assert model.config._attn_implementation == "eager"
 
 
-# Configs --------------------------------------------------------------------------------------------------------------
+# Configs ------------------------------------------------------------------------------------------
 
 
 def test_a_config_shared_between_models():
-    """Both switch, because transformers reads the implementation from the config; the report says so."""
+    """Both switch, because transformers reads the implementation from the config; the report says
+    so."""
     config = tiny.config("llama", attn_implementation="eager")
     one, two = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
     assert one.config is two.config
@@ -237,14 +267,20 @@ def test_a_config_shared_between_models():
 
 
 def test_copied_configs_are_found():
-    """T5's encoder and decoder hold copies of the config, which transformers' own switch misses in some versions."""
+    """T5's encoder and decoder hold copies of the config, which transformers' own switch misses in
+    some versions."""
     model = tiny.model("t5")
-    assert model.encoder.config is not model.config and model.encoder.config._attn_implementation == "eager"
+    assert (
+        model.encoder.config is not model.config
+        and model.encoder.config._attn_implementation == "eager"
+    )
     attnops.patch(model)
-    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"attnops"}
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {
+        "attnops"
+    }
 
 
-# Reading code ---------------------------------------------------------------------------------------------------------
+# Reading code -------------------------------------------------------------------------------------
 
 
 def test_edited_masks_are_noticed():
@@ -254,8 +290,12 @@ def test_edited_masks_are_noticed():
 
     # From 5.24 on its cache holds two parts of a key, which it joins afterwards.
     joins = "k_rot = cache.update(" in inspect.getsource(DeepseekV32Attention.forward)
-    assert usage_of(DeepseekV32Attention) == Usage(("indices",), edits_mask=True, edits_cached=joins)
-    assert usage_of(EsmSelfAttention) == Usage((), edits_mask=False), "choosing one of two parameters is no edit"
+    assert usage_of(DeepseekV32Attention) == Usage(
+        ("indices",), edits_mask=True, edits_cached=joins
+    )
+    assert usage_of(EsmSelfAttention) == Usage((), edits_mask=False), (
+        "choosing one of two parameters is no edit"
+    )
     assert usage_of(T5Attention) == Usage((), edits_mask=False)
     assert usage_of(nn.Linear) is None
 
@@ -282,15 +322,22 @@ def test_every_attention_module_is_a_row():
     for name in ("llama", "bart", "llava", "qwen3_next"):
         model = tiny.model(name)
         paths = {site.path for site in match(model).sites}
-        assert paths == {path for path, m in model.named_modules() if type(m).__name__.endswith("Attention")}
+        assert paths == {
+            path for path, m in model.named_modules() if type(m).__name__.endswith("Attention")
+        }
 
 
 def test_another_attention_set_after_the_patch():
     model = tiny.model("llama")
     with attnops.patch(model) as handle:
         model.set_attn_implementation("sdpa")
-        assert all(row.status == "skipped: its attention was set to 'sdpa' after patch()" for row in handle.report().rows)
+        assert all(
+            row.status == "skipped: its attention was set to 'sdpa' after patch()"
+            for row in handle.report().rows
+        )
         with pytest.raises(PatchError, match="set to 'sdpa' after patch"):
             handle.verify(torch.arange(9)[None])
         model.set_attn_implementation(handle.implementation)
-        assert handle.verify(torch.arange(9)[None]).passed and all(row.status == "patched" for row in handle.report().rows)
+        assert handle.verify(torch.arange(9)[None]).passed and all(
+            row.status == "patched" for row in handle.report().rows
+        )

@@ -1,4 +1,5 @@
-"""Prompts of generate() through compiled layers, on a stand-in for the device: eager's tokens, packed, in chunks, captured."""
+"""Prompts of generate() through compiled layers, on a stand-in for the device: eager's tokens,
+packed, in chunks, captured."""
 
 import sys
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from tests.hf.decoding import CALL, Failing, asked, beside, generated, prompts_i
 from tests.hf.helpers import LIMIT, left_padded, of_a_library, positions, relative, tokens
 
 CALLS = ((2, 14, 3), (2, 14, 3), (3, 20, 2))
-"""Rows, length of the prompt, new tokens. The first one's steps are compiled, and its prompt is not."""
+"""Rows, length of the prompt, new tokens. The first one's steps are compiled, and its prompt is
+not."""
 
 
 def layers(pair):
@@ -27,7 +29,8 @@ def layers(pair):
 
 @pytest.fixture(autouse=True)
 def bounds(monkeypatch):
-    """Sets the sizes of chunks in graphs, those of any chunk, and after how many one is captured. No prompt is short at first."""
+    """Sets the sizes of chunks in graphs, those of any chunk, and after how many one is captured.
+    No prompt is short at first."""
 
     def given(captured, chunk=prompt.CHUNK, after=0):
         prompts_in_graphs(monkeypatch, *captured, after=after)
@@ -58,7 +61,8 @@ def called(pair, cache, ids, mask=None, begin=0):
 
 
 def test_tokens(small_pages, bounds):
-    """By one trace, whatever the number of rows and tokens, also of those in graphs. The first row has padding."""
+    """By one trace, whatever the number of rows and tokens, also of those in graphs. The first row
+    has padding."""
     bounds((32, 64), after=1)
     with beside(mode="piecewise", compile_after=0) as pair:
         took = []
@@ -71,9 +75,13 @@ def test_tokens(small_pages, bounds):
 
 
 @pytest.mark.sweep(6)
-@pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt_oss", 2), ("gpt2", 1), ("phi3", 1), ("qwen3_moe", 1)])
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("qwen3", 1), ("gemma3", 2), ("gpt_oss", 2), ("gpt2", 1), ("phi3", 1), ("qwen3_moe", 1)],
+)
 def test_logits(name, kinds, small_pages, bounds):
-    """Of prompts longer than the windows, and of the next token, over what is in their pages then. In graphs, too."""
+    """Of prompts longer than the windows, and of the next token, over what is in their pages then.
+    In graphs, too."""
     ids, mask = tokens(3, 60), left_padded(3, 60)
     with by_hand(name) as pair:
         cache = pair.handle.new_cache(3, 64)
@@ -94,8 +102,15 @@ def test_a_weight_that_is_replaced_between_prompts(small_pages, bounds):
         for _ in range(2):
             cache.reset()
             assert called(pair, cache, ids[:, :20]) == ("captured", "")
-            assert relative(pair.handle.step(ids[:, 20:], cache), pair.twin(ids).logits[:, 20:]) < LIMIT
-            pair.change(lambda model: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight.flip(0))))
+            assert (
+                relative(pair.handle.step(ids[:, 20:], cache), pair.twin(ids).logits[:, 20:])
+                < LIMIT
+            )
+            pair.change(
+                lambda model: setattr(
+                    model.lm_head, "weight", nn.Parameter(model.lm_head.weight.flip(0))
+                )
+            )
 
 
 def test_no_work_on_padding():
@@ -103,15 +118,21 @@ def test_no_work_on_padding():
     seen, ids = [], tokens(3, 20)
     mask = (torch.arange(20) >= torch.tensor([[15], [0], [9]])).long()
     with by_hand() as pair:
-        pair.model.model.norm.register_forward_pre_hook(of_a_library(lambda module, args: seen.append(args[0].shape[:2])))
+        pair.model.model.norm.register_forward_pre_hook(
+            of_a_library(lambda module, args: seen.append(args[0].shape[:2]))
+        )
         cache = pair.handle.new_cache(3, 24)
         for begin, end in ((0, 16), (16, 20)):
             called(pair, cache, ids[:, :end], mask[:, :end], begin)
-            assert seen[-1] == (1, int(mask[:, begin:end].sum())) and int(cache.get_seq_length()) == end
+            assert (
+                seen[-1] == (1, int(mask[:, begin:end].sum()))
+                and int(cache.get_seq_length()) == end
+            )
 
 
 def test_chunks(small_pages, bounds):
-    """Long requests take several runs of one graph, which attends over pages, and so does a prompt that goes on with a cache."""
+    """Long requests take several runs of one graph, which attends over pages, and so does a prompt
+    that goes on with a cache."""
     bounds((1,), chunk=12)
     with beside(mode="piecewise", compile_after=0) as pair:
         for call in ((2, 14, 3), (1, 60, 3), (3, 30, 3), (4, 7, 3)):
@@ -150,8 +171,8 @@ def test_a_prompt_tries_one_capture_that_fails(bounds):
 @pytest.mark.parametrize("took", ["compiled", "captured"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_host_reads_once_and_sends_once(took, padded, bounds, monkeypatch):
-    """A read waits for the device, and so does each tensor of a list: none but those before the first chunk. The layers of a model that has
-    not changed are not searched again."""
+    """A read waits for the device, and so does each tensor of a list: none but those before the
+    first chunk. The layers of a model that has not changed are not searched again."""
     bounds((24,) if took == "captured" else (1,), chunk=24)
     ids, mask, seen = tokens(3, 20), left_padded(3, 20) if padded else None, []
 
@@ -160,7 +181,9 @@ def test_the_host_reads_once_and_sends_once(took, padded, bounds, monkeypatch):
 
         def call(*args, **kwargs):
             # Kernels of a CPU read what is theirs.
-            if not {"kernels", "reference.py", "tensors.py"} & {*Path(sys._getframe(1).f_code.co_filename).parts}:
+            if not {"kernels", "reference.py", "tensors.py"} & {
+                *Path(sys._getframe(1).f_code.co_filename).parts
+            }:
                 seen.append(word)
             return real(*args, **kwargs)
 
@@ -174,8 +197,11 @@ def test_the_host_reads_once_and_sends_once(took, padded, bounds, monkeypatch):
         for name in ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero"):
             watched(torch.Tensor, name, "read")
         for owner, name, word in (
-            (torch, "tensor", "list"), (prompt, "modules_of", "search"), (prompt.Prompts, "_part", "chunk"), (decode, "Glance", "search"),
-        ):  # fmt: skip
+            (torch, "tensor", "list"),
+            (prompt, "modules_of", "search"),
+            (prompt.Prompts, "_part", "chunk"),
+            (decode, "Glance", "search"),
+        ):
             watched(owner, name, word)
         pair.model(ids, **named(cache), logits_to_keep=1, **given)
     assert seen == [*["read"] * padded, "list", *["chunk"] * 3]
@@ -184,7 +210,8 @@ def test_the_host_reads_once_and_sends_once(took, padded, bounds, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["auto", "piecewise"])
 def test_compiled_after_a_fixed_number_of_tokens(mode):
-    """So that two runs give the same tokens. Steps are compiled first. With mode "auto" prompts wait for capture()."""
+    """So that two runs give the same tokens. Steps are compiled first. With mode "auto" prompts
+    wait for capture()."""
     with beside(mode=mode, compile_after=4) as pair:
         took = [pair.same(2, 64, 4) for _ in range(6)]
         modes = [each.decode for each in took]
@@ -202,7 +229,11 @@ def test_compiled_after_a_fixed_number_of_tokens(mode):
     ("name", "more", "why"),
     [
         ("deepseek_v3", {}, "the pages hold latents"),
-        ("llama", {"output_hidden_states": True, "return_dict_in_generate": True}, "it asks for more than logits"),
+        (
+            "llama",
+            {"output_hidden_states": True, "return_dict_in_generate": True},
+            "it asks for more than logits",
+        ),
         ("llama", {"logits_to_keep": 5}, "more than the last logits are asked for"),
         ("gemma3", {"prefill_chunk_size": 48}, "it goes on with a cache of sliding windows"),
         ("llama", {"prefill_chunk_size": 3}, "a row has no token"),
@@ -219,7 +250,9 @@ def test_prompts_that_the_model_runs_itself(name, more, why, small_pages, monkey
     monkeypatch.setattr(Decoder, "try_prompt", noted)
     with by_hand(name) as pair:
         got = generated(pair.model, *call, **more)
-        assert torch.equal(getattr(got, "sequences", got), generated(pair.twin, *call)) and why in whys
+        assert (
+            torch.equal(getattr(got, "sequences", got), generated(pair.twin, *call)) and why in whys
+        )
 
 
 def test_layers_that_cannot_be_compiled(small_pages, monkeypatch):
@@ -237,7 +270,9 @@ def test_layers_that_cannot_be_compiled(small_pages, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(prompt.Regions, "__call__", fails)
             pair.same(2, 14, 1)
-        assert pair.same(2, 14, 4).prompt == "" and "RuntimeError: no compiler here" in str(pair.handle.report())
+        assert pair.same(2, 14, 4).prompt == "" and "RuntimeError: no compiler here" in str(
+            pair.handle.report()
+        )
         pair.handle.release()
         assert pair.same(2, 14, 4).prompt == "compiled"
 
@@ -247,4 +282,6 @@ def test_capture_compiles_prompts():
         cache = pair.handle.new_cache(2, 20)
         pair.handle.capture(cache)
         made = len(layers(pair))
-        assert pair.same(*CALL, **named(cache)).prompt == "compiled" and len(layers(pair)) == made == 1
+        assert (
+            pair.same(*CALL, **named(cache)).prompt == "compiled" and len(layers(pair)) == made == 1
+        )

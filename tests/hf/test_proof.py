@@ -1,4 +1,5 @@
-"""Models that transformers keeps from its own sdpa are tried before they are patched, and get what eager attention gets."""
+"""Models that transformers keeps from its own sdpa are tried before they are patched, and get what
+eager attention gets."""
 
 import pytest
 import torch
@@ -42,7 +43,11 @@ def test_a_model_that_needs_eagers_masks(name):
     want, padded = outputs(model), outputs(model, **masks)
     with attnops.patch(model) as handle:
         report = handle.report()
-        assert report.patched and report.mask == "additive" and any("a small twin" in note for note in report.notes)
+        assert (
+            report.patched
+            and report.mask == "additive"
+            and any("a small twin" in note for note in report.notes)
+        )
         near(outputs(model), want)
         near(outputs(model, **masks)[seen], padded[seen])
         with pytest.raises(PatchError, match="additive"):
@@ -74,7 +79,10 @@ def test_sinks_alone_keep_a_model_from_sdpa(name):
     want = generated(model)
     with attnops.patch(model) as handle:
         assert handle.report().mask == "auto" and handle.implementation == "attnops"
-        assert any("GptOssModel: tried" in note or "MiMoV2FlashModel: tried" in note for note in handle.report().notes)
+        assert any(
+            "GptOssModel: tried" in note or "MiMoV2FlashModel: tried" in note
+            for note in handle.report().notes
+        )
         assert torch.equal(generated(model), want)
     model.set_attn_implementation("attnops")
     assert torch.equal(generated(model), want)
@@ -130,11 +138,17 @@ def test_a_model_whose_twin_cannot_be_built_runs_itself(monkeypatch):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("config", "cls"),
-    [("GptOssConfig", "GptOssForCausalLM"), ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM"), ("PegasusXConfig", "PegasusXModel")],
+    [
+        ("GptOssConfig", "GptOssForCausalLM"),
+        ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM"),
+        ("PegasusXConfig", "PegasusXModel"),
+    ],
 )
 def test_a_large_model_has_a_small_twin(config, cls):
     with FakeTensorMode():
-        model = getattr(transformers, cls)._from_config(getattr(transformers, config)(), attn_implementation="eager")
+        model = getattr(transformers, cls)._from_config(
+            getattr(transformers, config)(), attn_implementation="eager"
+        )
         assert any("a small twin" in note for note in attnops.patch(model).report().notes)
 
 

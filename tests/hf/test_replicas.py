@@ -1,4 +1,5 @@
-"""Replicas that torch.nn.DataParallel makes of a patched model: each runs its own weights, without pages and graphs."""
+"""Replicas that torch.nn.DataParallel makes of a patched model: each runs its own weights, without
+pages and graphs."""
 
 import copy
 import sys
@@ -15,12 +16,15 @@ from tests.hf.helpers import LIMIT, relative, tokens
 
 @pytest.fixture
 def other_weights(monkeypatch):
-    """torch's replicate() without GPUs: the n-th replica has weights of its own in place of copies on the n-th device."""
+    """torch's replicate() without GPUs: the n-th replica has weights of its own in place of copies
+    on the n-th device."""
 
     def broadcast(tensors, devices, detach=False):
         return [[t.detach() * (1 + (n + 1) / 8) for t in tensors] for n in range(len(devices))]
 
-    monkeypatch.setattr(sys.modules["torch.nn.parallel.replicate"], "_broadcast_coalesced_reshape", broadcast)
+    monkeypatch.setattr(
+        sys.modules["torch.nn.parallel.replicate"], "_broadcast_coalesced_reshape", broadcast
+    )
 
 
 def outputs(model):
@@ -28,7 +32,10 @@ def outputs(model):
     ids = tokens()
     with torch.no_grad():
         first = model(input_ids=ids[:, :-1], use_cache=True)
-        step = model(input_ids=ids[:, -1:], **{name: value for name, value in first.items() if name != "logits"})
+        step = model(
+            input_ids=ids[:, -1:],
+            **{name: value for name, value in first.items() if name != "logits"},
+        )
     return torch.cat((first.logits, step.logits), 1)
 
 
@@ -48,7 +55,8 @@ def test_replicas_run_their_own_weights(name, other_weights):
 
 
 def test_replicas_hold_nothing_that_holds_the_model(other_weights):
-    """A copy makes replicas of itself; what the caller had put on the model before and after is the replicas', too."""
+    """A copy makes replicas of itself; what the caller had put on the model before and after is the
+    replicas', too."""
     model = tiny.model("deepseek_v3")
     own, later = (lambda *args, **kwargs: args, lambda *args, **kwargs: kwargs)
     model.prepare_inputs_for_generation = own
@@ -61,10 +69,14 @@ def test_replicas_hold_nothing_that_holds_the_model(other_weights):
                 assert vars(replica)["_update_model_kwargs_for_generation"] is later
                 held = {id(x) for module in (model, copied) for x in module.modules()}
                 for module in replica.modules():
-                    assert not [n for n, x in vars(module).items() if any(id(y) in held for y in parts(x))]
+                    assert not [
+                        n for n, x in vars(module).items() if any(id(y) in held for y in parts(x))
+                    ]
     assert "_replicate_for_data_parallel" not in vars(model)
 
 
 def parts(value):
     """What a method of attnops holds."""
-    return [getattr(value, name, None) for name in ("owner", "module", "model", "_owner")] + list(getattr(value, "args", ()))
+    return [getattr(value, name, None) for name in ("owner", "module", "model", "_owner")] + list(
+        getattr(value, "args", ())
+    )

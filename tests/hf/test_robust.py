@@ -1,4 +1,5 @@
-"""What people do to models, before and after patching them: adapters, offloading, quantisation, copies, files, threads."""
+"""What people do to models, before and after patching them: adapters, offloading, quantisation,
+copies, files, threads."""
 
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,11 @@ DENSE: tuple[str, dict[str, Any]] = ("llama", {})
 COMPACT: tuple[str, dict[str, Any]] = ("gemma3", {"mask": "compact"})
 KEYS: tuple[str, dict[str, Any]] = ("gpt_oss", {"cache": "paged"})
 LATENTS: tuple[str, dict[str, Any]] = ("deepseek_v3", {"cache": "paged"})
-each = pytest.mark.parametrize(("name", "options"), [DENSE, COMPACT, KEYS, LATENTS], ids=["dense", "compact", "keys", "latents"])
+each = pytest.mark.parametrize(
+    ("name", "options"),
+    [DENSE, COMPACT, KEYS, LATENTS],
+    ids=["dense", "compact", "keys", "latents"],
+)
 
 
 @contextmanager
@@ -39,20 +44,28 @@ def lora(model, *names):
     """names: of the linears. The random numbers of adapters are those of a seed."""
     peft = pytest.importorskip("peft", reason="the package peft (extra dev) is not installed")
     torch.manual_seed(5)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "kv_b_proj", *names], lora_alpha=16, init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "kv_b_proj", *names],
+        lora_alpha=16,
+        init_lora_weights=False,
+    )
     return peft.get_peft_model(model, config).eval()
 
 
 def by_name(model):
     """PEFT takes inputs by name only."""
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    return model.generate(input_ids=tokens()[:, :14], attention_mask=left_padded()[:, :14], **options)
+    return model.generate(
+        input_ids=tokens()[:, :14], attention_mask=left_padded()[:, :14], **options
+    )
 
 
 @each
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_adapters(name, options, order):
-    """LoRA also on what makes keys, values and absorbed weights. They follow when the adapter is switched off."""
+    """LoRA also on what makes keys, values and absorbed weights. They follow when the adapter is
+    switched off."""
     want, plain = by_name(lora(tiny.model(name))), by_name(tiny.model(name))
     assert not torch.equal(want, plain)
     model = tiny.model(name)
@@ -60,7 +73,11 @@ def test_adapters(name, options, order):
         model = lora(model)
     handle = attnops.patch(model, **options)
     wrapped = model if order == "before" else lora(model)
-    assert attnops.patch(wrapped, **options) is handle is attnops.patch(wrapped.get_base_model(), **options)
+    assert (
+        attnops.patch(wrapped, **options)
+        is handle
+        is attnops.patch(wrapped.get_base_model(), **options)
+    )
     with served(name, options):
         assert torch.equal(by_name(wrapped), want)
         with wrapped.disable_adapter():
@@ -74,7 +91,9 @@ def test_adapters(name, options, order):
 @each
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_offloading(name, options, order):
-    accelerate = pytest.importorskip("accelerate", reason="the package accelerate (extra dev) is not installed")
+    accelerate = pytest.importorskip(
+        "accelerate", reason="the package accelerate (extra dev) is not installed"
+    )
     model = tiny.model(name)
     if order == "before":
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
@@ -93,7 +112,9 @@ def test_offloading(name, options, order):
 @each
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_quantised_weights(name, options, order):
-    quantization = pytest.importorskip("torchao.quantization", reason="the package torchao (extra dev) is not installed")
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="the package torchao (extra dev) is not installed"
+    )
     stock, model = tiny.model(name), tiny.model(name)
     quantization.quantize_(stock, quantization.Int8WeightOnlyConfig())
     if order == "before":
@@ -122,7 +143,9 @@ def test_copies_and_pickles(name, options):
         assert again is not handle and again.model is other
         again.unpatch()
         assert other.config._attn_implementation == "eager"
-        assert not {"expand_kv", "_attnops", "generate"} & {n for m in other.modules() for n in vars(m)}
+        assert not {"expand_kv", "_attnops", "generate"} & {
+            n for m in other.modules() for n in vars(m)
+        }
         assert not other.model.layers[0].self_attn._forward_pre_hooks
         assert torch.equal(generated(other), eager_tokens(name))
 
@@ -148,7 +171,11 @@ def test_saved_files_know_nothing_of_it(tmp_path):
         near(again(tokens()).logits, model(tokens()).logits)
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"mask": "explicit", "kernel": "reference"}, {"cache": "paged", "mask": "compact"}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mask": "explicit", "kernel": "reference"},
+    {"cache": "paged", "mask": "compact"},
+]
 
 
 def test_a_fresh_process_loads_patched_models(tmp_path):

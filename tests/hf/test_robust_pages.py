@@ -1,4 +1,5 @@
-"""What people do to models over pages: adapters by row, writes to weights, shards, methods and configs that are replaced."""
+"""What people do to models over pages: adapters by row, writes to weights, shards, methods and
+configs that are replaced."""
 
 import warnings
 
@@ -12,22 +13,36 @@ from attnops.hf import Decode, tiny
 from attnops.hf.cache.names import named
 from attnops.hf.cache.support import where
 from tests.graphs.standin import StandIn
-from tests.hf.helpers import LATENT, LIMIT, eager_tokens, generated, left_padded, over_pages, paged, relative, tokens
+from tests.hf.helpers import (
+    LATENT,
+    LIMIT,
+    eager_tokens,
+    generated,
+    left_padded,
+    over_pages,
+    paged,
+    relative,
+    tokens,
+)
 from tests.hf.kinds import attending, both
 from tests.hf.test_robust import by_name, lora
 
-# Adapters and weights -------------------------------------------------------------------------------------------------
+# Adapters and weights -----------------------------------------------------------------------------
 
 
 def learnt(kind):
     def wrap(peft):
-        return peft.get_peft_model(tiny.model("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+        return peft.get_peft_model(
+            tiny.model("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        ).eval()
 
     return wrap
 
 
 def of_each_row(peft):
-    options = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    options = peft.LoraConfig(
+        target_modules=["k_proj", "v_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     model = peft.get_peft_model(tiny.model("llama"), options)
     model.add_adapter("other", options)
     return model.eval()
@@ -36,7 +51,11 @@ def of_each_row(peft):
 ADAPTED = {
     "prefix": (learnt("PrefixTuningConfig"), {}, "prepare_inputs_for_generation was replaced"),
     "prompt": (learnt("PromptTuningConfig"), {}, "prepare_inputs_for_generation was replaced"),
-    "rows": (of_each_row, {"adapter_names": ["default", "other", "__base__"]}, "hooks on Linear hand each row"),
+    "rows": (
+        of_each_row,
+        {"adapter_names": ["default", "other", "__base__"]},
+        "hooks on Linear hand each row",
+    ),
 }
 
 
@@ -45,11 +64,18 @@ ADAPTED = {
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_adapters_that_pages_do_not_follow(kind, graphs):
-    """Prompts that are learnt, and adapters by row: transformers' own cache, with a warning, as by default. A cache of pages is refused."""
+    """Prompts that are learnt, and adapters by row: transformers' own cache, with a warning, as by
+    default. A cache of pages is refused."""
     peft = pytest.importorskip("peft", reason="the package peft (extra dev) is not installed")
     wrap, more, why = ADAPTED[kind]
     model = wrap(peft)
-    given = {"input_ids": tokens()[:, :9], "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, **more}
+    given = {
+        "input_ids": tokens()[:, :9],
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "do_sample": False,
+        **more,
+    }
     want = model.generate(**given)
     decode = Decode("breakable", graphs=StandIn()) if graphs else "hf"
     with paged(model, decode=decode) as handle:
@@ -58,7 +84,9 @@ def test_adapters_that_pages_do_not_follow(kind, graphs):
         assert handle.took.cache == "hf" and why in handle.took.why
         cache = handle.new_cache(3, 32)
         if kind == "rows" and not graphs:
-            assert torch.equal(model.generate(**given, **named(cache)), want), "its rows are those of the call"
+            assert torch.equal(model.generate(**given, **named(cache)), want), (
+                "its rows are those of the call"
+            )
         else:
             with pytest.raises(InvalidInput, match=why):
                 model.generate(**given, **named(cache))
@@ -96,8 +124,13 @@ def unseen_writes(model):
     ],
 )
 def test_writes_that_no_version_tells_are_seen_at_the_next_prompt(wrap, decode):
-    """Also at the prompt of one token by which a conversation goes on. Graphs are replayed, and read what was made anew."""
-    model, stock, device = wrap(tiny.model("deepseek_v3")), wrap(tiny.model("deepseek_v3")), StandIn()
+    """Also at the prompt of one token by which a conversation goes on. Graphs are replayed, and
+    read what was made anew."""
+    model, stock, device = (
+        wrap(tiny.model("deepseek_v3")),
+        wrap(tiny.model("deepseek_v3")),
+        StandIn(),
+    )
     more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with paged(model, decode=Decode(decode, graphs=device)) as handle:
         ours, theirs = handle.new_cache(1, 40), DynamicCache(config=stock.config)
@@ -120,7 +153,9 @@ def test_where_a_quantised_layer_computes():
     packed, model = torch.nn.Module(), torch.nn.Module()
     packed.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     model.packed, model.norm = packed, torch.nn.LayerNorm(2, dtype=torch.bfloat16, device="meta")
-    assert where(packed, model)[1] == torch.bfloat16 and where(packed)[1] == torch.get_default_dtype()
+    assert (
+        where(packed, model)[1] == torch.bfloat16 and where(packed)[1] == torch.get_default_dtype()
+    )
     # Eight bits, with a scale of float32 beside them.
     packed.weight = torch.nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn), requires_grad=False)
     packed.weight_scale_inv = torch.nn.Parameter(torch.ones(1), requires_grad=False)
@@ -148,11 +183,12 @@ def test_a_shard_of_the_heads(name):
     assert calls.later
 
 
-# Parts, methods and configs -------------------------------------------------------------------------------------------
+# Parts, methods and configs -----------------------------------------------------------------------
 
 
 def test_a_method_that_was_wrapped_after_the_patch():
-    """The wrapper still calls what the patch had put there, which then does what the model did before, also beneath a second patch."""
+    """The wrapper still calls what the patch had put there, which then does what the model did
+    before, also beneath a second patch."""
     model = tiny.model("gpt_oss")
     want = generated(model, new=3)
     handle = paged(model)
@@ -166,7 +202,8 @@ def test_a_method_that_was_wrapped_after_the_patch():
 
 
 def test_two_models_of_one_config():
-    """The one that is unpatched takes the other's attention away, too: that one goes on with transformers' own."""
+    """The one that is unpatched takes the other's attention away, too: that one goes on with
+    transformers' own."""
     model = tiny.model("deepseek_v3")
     other = type(model)(model.config).eval()
     other.load_state_dict(model.state_dict())
@@ -185,7 +222,9 @@ def test_switched_to_another_implementation_while_patched(name):
         assert handle.verify(tokens(), attention_mask=left_padded()).passed
         model.set_attn_implementation("sdpa")
         with torch.no_grad():
-            result = model(tokens(), attention_mask=left_padded(), **named(DynamicCache(config=model.config))).logits
+            result = model(
+                tokens(), attention_mask=left_padded(), **named(DynamicCache(config=model.config))
+            ).logits
         assert torch.isfinite(result).all()
         assert torch.equal(generated(model), eager_tokens(name))
         with pytest.raises(InvalidInput, match="with attention 'sdpa'"):
@@ -200,7 +239,9 @@ def test_a_bare_model(name):
         want = bare(tokens(), attention_mask=mask).last_hidden_state[mask.bool()]
         with paged(bare) as handle, warnings.catch_warnings():
             warnings.simplefilter("error")
-            ours = bare(tokens(), attention_mask=mask, **named(handle.new_cache(3, 20))).last_hidden_state
+            ours = bare(
+                tokens(), attention_mask=mask, **named(handle.new_cache(3, 20))
+            ).last_hidden_state
     assert relative(ours[mask.bool()], want) < LIMIT
 
 
@@ -210,5 +251,7 @@ def test_a_model_with_images():
     want = generated(model, new=4)
     with paged(model) as handle, over_pages() as calls:
         assert torch.equal(generated(model, new=4), want)
-        assert {bool(row.phases) for row in handle.report().patched if "vision" in row.path} == {False}
+        assert {bool(row.phases) for row in handle.report().patched if "vision" in row.path} == {
+            False
+        }
     assert calls["paged"] == 2 * 3

@@ -1,4 +1,5 @@
-"""Routers and experts of Hugging Face models: models answer as before, what is left and why, copies, adapters, compiled blocks."""
+"""Routers and experts of Hugging Face models: models answer as before, what is left and why,
+copies, adapters, compiled blocks."""
 
 import copy
 import pickle
@@ -27,22 +28,43 @@ IDS = torch.arange(6).view(2, 3)
 NORMAL = {"normalize": True}
 V3 = {"scoring": "sigmoid", "normalize": True, "eps": 1e-20}
 FAMILIES = {
-    "qwen2_moe": ({}, {}), "qwen3_moe": ({"norm_topk_prob": True}, NORMAL), "mixtral": ({}, NORMAL), "gpt_oss": ({}, NORMAL),
+    "qwen2_moe": ({}, {}),
+    "qwen3_moe": ({"norm_topk_prob": True}, NORMAL),
+    "mixtral": ({}, NORMAL),
+    "gpt_oss": ({}, NORMAL),
     "deepseek_v2": ({"topk_method": "greedy", "routed_scaling_factor": 16.0}, {"scale": 16.0}),
     "deepseek_v2_groups": (
         # Of two groups by their best expert, the two best experts of all are the result.
-        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1, "routed_scaling_factor": 2.0},
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.0,
+        },
         {"groups": 4, "scale": 2.0},
     ),
-    "deepseek_v3": ({"n_group": 4, "topk_group": 2}, {**V3, "groups": 4, "top_groups": 2, "group_best": 2, "scale": 2.5}),
-    "glm4_moe": ({}, V3), "kimi_linear": ({}, {**V3, "scale": 2.446}), "mimo_v2_flash": ({}, V3),
+    "deepseek_v3": (
+        {"n_group": 4, "topk_group": 2},
+        {**V3, "groups": 4, "top_groups": 2, "group_best": 2, "scale": 2.5},
+    ),
+    "glm4_moe": ({}, V3),
+    "kimi_linear": ({}, {**V3, "scale": 2.446}),
+    "mimo_v2_flash": ({}, V3),
     "minimax_m2": ({}, {"scoring": "sigmoid", "normalize": True}),
-}  # fmt: skip
-FEWER = {"deepseek_v2": 1, "deepseek_v2_groups": 1, "deepseek_v3": 1, "glm4_moe": 1, "kimi_linear": 3, "mimo_v2_flash": 1}
+}
+FEWER = {
+    "deepseek_v2": 1,
+    "deepseek_v2_groups": 1,
+    "deepseek_v3": 1,
+    "glm4_moe": 1,
+    "kimi_linear": 3,
+    "mimo_v2_flash": 1,
+}
 
 
 class Part(NamedTuple):
-    """module: of attnops. op: that serves. weight: of mixtral's modules, by their path in a layer."""
+    """module: of attnops. op: that serves. weight: of mixtral's modules, by their path in a
+    layer."""
 
     name: str
     module: Any
@@ -56,7 +78,10 @@ class Part(NamedTuple):
         return [note for note in handle.report().notes if note.startswith(self.name)]
 
 
-PARTS = (Part("routers", routers, ROUTE, "gate.weight"), Part("experts", experts, EXPERTS, "experts.down_proj"))
+PARTS = (
+    Part("routers", routers, ROUTE, "gate.weight"),
+    Part("experts", experts, EXPERTS, "experts.down_proj"),
+)
 each = pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 
 
@@ -80,7 +105,9 @@ def routers_of(model):
     return [m for m in model.modules() if routers.is_taken(m)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=["float32", "bfloat16", "weight in float32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, None], ids=["float32", "bfloat16", "weight in float32"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_router_gives_what_its_own_code_gives(family, dtype, calls):
@@ -101,15 +128,22 @@ def test_a_router_gives_what_its_own_code_gives(family, dtype, calls):
         bias = [torch.randn(module.weight.shape[0])] if rule.bias == routers.HANDED else []
         for tokens in (x, x.view(20, 10, -1)) if rule.flattens else (x,):
             calls.clear()
-            own, ours = type(module).__mro__[1].forward(module, tokens, *bias), module(tokens, *bias)
+            own, ours = (
+                type(module).__mro__[1].forward(module, tokens, *bias),
+                module(tokens, *bias),
+            )
             assert len(calls) == 1
             assert [(t.shape, t.dtype) for t in own] == [(t.shape, t.dtype) for t in ours]
             assert torch.equal(own[0], ours[0])
             (a, b), exact = (t[2].sort(1) for t in (own, ours)), dtype == torch.float32
             same = (a.values == b.values).all(1)
-            assert same.all() if exact else same.float().mean() > 0.8, "in bfloat16 logits tie, and torch.topk may take either"
+            assert same.all() if exact else same.float().mean() > 0.8, (
+                "in bfloat16 logits tie, and torch.topk may take either"
+            )
             weights = own[1].gather(1, a.indices)[same], ours[1].gather(1, b.indices)[same]
-            torch.testing.assert_close(*weights, **({} if exact else {"rtol": 2.0**-6, "atol": 1e-3}))
+            torch.testing.assert_close(
+                *weights, **({} if exact else {"rtol": 2.0**-6, "atol": 1e-3})
+            )
 
 
 OF_EXPERTS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
@@ -129,7 +163,9 @@ def test_models_answer_as_before(part, family, stock, calls):
         near(model(IDS).logits, want)
         assert calls == [IDS.numel()] * n
         [note] = part.notes(handle)
-        assert note.startswith(f"{part.name} of {n} of {n} layers: ") and (part.name == "routers" or repr(stock) in note)
+        assert note.startswith(f"{part.name} of {n} of {n} layers: ") and (
+            part.name == "routers" or repr(stock) in note
+        )
     assert [(type(m), vars(m).keys()) for m in model.modules()] == before
     assert model.config._experts_implementation == stock
     assert relative(model(IDS).logits, want) < LIMIT and len(calls) == n
@@ -142,7 +178,9 @@ def test_router_logits_are_recorded(calls):
     with attnops.patch(model):
         got = model(IDS, output_router_logits=True)
     assert len(got.router_logits) == 2 and calls
-    for a, b in zip((*got.router_logits, got.aux_loss), (*want.router_logits, want.aux_loss), strict=True):
+    for a, b in zip(
+        (*got.router_logits, got.aux_loss), (*want.router_logits, want.aux_loss), strict=True
+    ):
         near(a, b)
 
 
@@ -155,7 +193,12 @@ def test_generated_code_calls_the_kernel(family, part):
     model, (backend, code) = model_of(family), judging(part.op)
     block, x = model.model.layers[1].mlp, torch.randn(1, 5, 64)
     want, other = block(x), {one.op.name: "aten" for one in PARTS if one is not part}
-    with attnops.patch(model), attnops.use(kernel=other), torch._inductor.config.patch(fx_graph_cache=False), pretend(SM90):
+    with (
+        attnops.patch(model),
+        attnops.use(kernel=other),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        pretend(SM90),
+    ):
         got = torch.compile(block, backend=backend, fullgraph=True)(x)
     [text] = code
     assert kernel_calls(text).count(f"{part.op.name}.triton") == 1
@@ -178,29 +221,43 @@ def test_decode_steps_by_triton(family, mode):
     want, launch = generated(model, 2, 4, 2), host.launch
     names = ("paged_attention", "attention", "write_kv", "mla_attention", "write_latent")
     others = {"linear": "aten", **dict.fromkeys(names, "reference")}
-    counted = patch.object(host, "launch", lambda *args, **given: (launched.append(args[1]), launch(*args, **given)))
-    with counted, attnops.use(kernel=others), pretend(SM90), attnops.patch(model, cache="paged", decode=how(mode)) as handle:
+    counted = patch.object(
+        host, "launch", lambda *args, **given: (launched.append(args[1]), launch(*args, **given))
+    )
+    with (
+        counted,
+        attnops.use(kernel=others),
+        pretend(SM90),
+        attnops.patch(model, cache="paged", decode=how(mode)) as handle,
+    ):
         assert torch.equal(generated(model, 2, 4, 2), want)
         assert handle.graphs.report().whole == ""
     assert launched.count((2,)) >= 3, "two rows, for three steps"
 
 
-@pytest.mark.parametrize(("family", "op", "prefill"), [("deepseek_v3", "route", ["triton"]), ("gpt_oss", "experts", [])])
+@pytest.mark.parametrize(
+    ("family", "op", "prefill"), [("deepseek_v3", "route", ["triton"]), ("gpt_oss", "experts", [])]
+)
 def test_explain_of_a_config_without_weights(family, op, prefill):
     from attnops.cli.explain import explain_config
 
     found = explain_config(tiny.config(family), dtype=torch.bfloat16, target="h200", tokens=100)
-    chosen = {phase: [s.decision.kernel.name for s in one.sites if s.decision.problem.op == op] for phase, one in found.items()}
+    chosen = {
+        phase: [s.decision.kernel.name for s in one.sites if s.decision.problem.op == op]
+        for phase, one in found.items()
+    }
     assert chosen == {"prefill": prefill, "decode": ["triton"]}
 
 
-# Calls that stay transformers' own ------------------------------------------------------------------------------------
+# Calls that stay transformers' own ----------------------------------------------------------------
 
 
 def served(part, module, x):
     if part.name == "routers":
         return routers._serves(module, (x,), vars(module)[routers._RULE])
-    return experts._serves(module, x, torch.zeros(x.shape[0], 2, dtype=torch.int64), vars(module)[experts._GATE])
+    return experts._serves(
+        module, x, torch.zeros(x.shape[0], 2, dtype=torch.int64), vars(module)[experts._GATE]
+    )
 
 
 @each
@@ -214,7 +271,11 @@ def test_calls_that_are_left(part):
             more = torch.randn(65, 64)
             assert served(part, module, more) is (part.name == "routers"), "few tokens alone"
             assert not served(part, module, x.bfloat16()), "another dtype than the weights'"
-            for region in (attnops.use(kernel={part.op.name: "aten"}), torch.autocast("cpu"), torch.enable_grad()):
+            for region in (
+                attnops.use(kernel={part.op.name: "aten"}),
+                torch.autocast("cpu"),
+                torch.enable_grad(),
+            ):
                 with region:
                     assert not served(part, module, x)
             with attnops.use(deterministic=True):
@@ -248,7 +309,9 @@ def test_an_adapter_of_the_weights(part, calls):
 
 
 @each
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 @torch.no_grad()
 def test_copies(again, part, calls):
     model = tiny.model("gpt_oss")
@@ -290,7 +353,9 @@ def test_a_part_of_a_model_and_the_model_may_be_patched():
 @torch.no_grad()
 def test_hooks_run_as_before(calls):
     model, seen = tiny.model("mixtral"), []
-    model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, out: seen.append(out[2].shape))
+    model.model.layers[0].mlp.gate.register_forward_hook(
+        lambda module, args, out: seen.append(out[2].shape)
+    )
     with attnops.patch(model):
         model(IDS)
     assert seen == [(6, 2)] and len(calls) == 2

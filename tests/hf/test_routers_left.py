@@ -39,10 +39,23 @@ def changed(module, how, name):
         module.config._experts_implementation = how
 
 
-LEFT = {"quantised": "no plain parameters", "parametrised": "no plain parameters", "float64": "float64"}
+LEFT = {
+    "quantised": "no plain parameters",
+    "parametrised": "no plain parameters",
+    "float64": "float64",
+}
 OF_ROUTERS = {"instance": "forward is replaced", "compiled": "or compiled"}
-ELSE = {"offloaded": "offloaded", "activation": "no activation of the op", "shapes": "have the shapes", "sonicmoe": "'sonicmoe'"}
-WHY = [(part, *row) for part, own in zip(PARTS, (OF_ROUTERS, ELSE), strict=True) for row in {**LEFT, **own}.items()]
+ELSE = {
+    "offloaded": "offloaded",
+    "activation": "no activation of the op",
+    "shapes": "have the shapes",
+    "sonicmoe": "'sonicmoe'",
+}
+WHY = [
+    (part, *row)
+    for part, own in zip(PARTS, (OF_ROUTERS, ELSE), strict=True)
+    for row in {**LEFT, **own}.items()
+]
 
 
 @pytest.mark.parametrize(("part", "change", "why"), WHY)
@@ -89,7 +102,10 @@ def test_rules_that_the_op_has_not(cls):
     gate.register_buffer("seen", torch.zeros(()))
     with attnops.patch(model) as handle:
         first, second = PARTS[0].notes(handle)
-        assert first.startswith("routers of 1 of 2 layers: ") and f"the op does not choose as {cls.__name__} does" in second
+        assert (
+            first.startswith("routers of 1 of 2 layers: ")
+            and f"the op does not choose as {cls.__name__} does" in second
+        )
         assert class_of(gate) is cls
 
 

@@ -54,8 +54,16 @@ def called(model, ids):
 
 def steps(model, ids):
     """The logits of a prompt's last token and of three steps of generate()."""
-    given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    return (torch.stack(model.generate(ids, attention_mask=torch.ones_like(ids), **given).logits, 1),)
+    given = {
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    return (
+        torch.stack(model.generate(ids, attention_mask=torch.ones_like(ids), **given).logits, 1),
+    )
 
 
 def same_bits(model, run, ids=IDS, rows_of=ROWS):

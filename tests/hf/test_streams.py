@@ -46,7 +46,14 @@ def no_race(races):
 
 
 def calls_of_generate(model, handle, turn):
-    for rows, more in ((2, {}), (2, {}), (1, {}), (2, {"do_sample": True}), (2, {"eos_token_id": [5]}), (2, {})):
+    for rows, more in (
+        (2, {}),
+        (2, {}),
+        (1, {}),
+        (2, {"do_sample": True}),
+        (2, {"eos_token_id": [5]}),
+        (2, {}),
+    ):
         with turn():
             yield generated(model, rows, max_new_tokens=3, **more)
 
@@ -116,7 +123,13 @@ def steps_of_two_caches(model, handle, turn):
             yield handle.step(ids[:, :1], cache)
 
 
-USES = (calls_of_generate, turns_of_a_conversation, steps_by_hand, calls_of_the_model, steps_of_two_caches)
+USES = (
+    calls_of_generate,
+    turns_of_a_conversation,
+    steps_by_hand,
+    calls_of_the_model,
+    steps_of_two_caches,
+)
 
 
 def found(use, model, handle, turn):
@@ -163,7 +176,12 @@ def test_the_memory_of_pages_waits_for_each_stream(model, races, turn):
             with turn():
                 model(ids, **named(cache))
         pages = cache.state.pages
-        tensors = [*(x for _, whole in pages._allocations for x in whole), *pages.tables, pages.pad, pages.seen]
+        tensors = [
+            *(x for _, whole in pages._allocations for x in whole),
+            *pages.tables,
+            pages.pad,
+            pages.seen,
+        ]
         wanted = [(stream, x.untyped_storage().data_ptr()) for stream in (0, 1, 2) for x in tensors]
         assert len(races.used) == len(set(races.used)) and set(wanted) <= set(races.used)
 

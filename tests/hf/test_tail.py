@@ -53,7 +53,12 @@ def test_logits_that_are_no_distribution(value, model, fresh):
 
 def random_numbers(seed):
     draw = random.Random(seed).uniform
-    return {"temperature": draw(0.05, 3), "top_p": draw(0, 1), "min_p": draw(0, 1), "penalty": draw(0.3, 3)}
+    return {
+        "temperature": draw(0.05, 3),
+        "top_p": draw(0, 1),
+        "min_p": draw(0, 1),
+        "penalty": draw(0.3, 3),
+    }
 
 
 EDGES = (
@@ -87,11 +92,16 @@ def test_the_numbers_of_a_request_give_transformers_own_bits(kinds):
 
 
 def test_the_reciprocal_of_a_number_is_what_torch_makes_of_one():
-    """A GPU multiplies by it, rounded otherwise than on a CPU: tests/gpu/test_streams.py compares the bits there."""
+    """A GPU multiplies by it, rounded otherwise than on a CPU: tests/gpu/test_streams.py compares
+    the bits there."""
     number = numbers.Number(CPU)
     for n in (0.7, 1 / 3, 1.1, 3.3e-7, 6e29):
         number.set(n)
-        assert number._reciprocal.item() == (torch.ones(()) / n).item() == numpy.float32(1) / numpy.float32(n)
+        assert (
+            number._reciprocal.item()
+            == (torch.ones(()) / n).item()
+            == numpy.float32(1) / numpy.float32(n)
+        )
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(40, marks=pytest.mark.full)])
@@ -169,8 +179,12 @@ def test_threads_of_equal_options_capture_one_tail_each(model, fresh, monkeypatc
 
 @pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
 def test_a_tail_that_is_full_is_captured_again(fresh, monkeypatch):
-    """A capture that failed in passing is tried again on the buffers of a text that has filled them."""
-    captured, short = tail.Tail.capture, Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 1)
+    """A capture that failed in passing is tried again on the buffers of a text that has filled
+    them."""
+    captured, short = (
+        tail.Tail.capture,
+        Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 1),
+    )
     devices, (ours, handle) = [], fresh
 
     def capture(self, graphs):

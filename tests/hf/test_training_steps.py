@@ -1,4 +1,5 @@
-"""Fifty training steps of a patched model lose what they lose with transformers' own attention: documents in one row, and padded."""
+"""Fifty training steps of a patched model lose what they lose with transformers' own attention:
+documents in one row, and padded."""
 
 import contextlib
 import functools
@@ -12,12 +13,14 @@ import attnops
 from attnops.hf import tiny
 from tests.hf.helpers import near, relative, tokens, watched
 
-# Sliding windows: mistral, gemma2, gemma3, gpt_oss. A soft cap: gemma2. Sinks: gpt_oss. A value of another size than the key: deepseek_v3.
+# Sliding windows: mistral, gemma2, gemma3, gpt_oss. A soft cap: gemma2. Sinks: gpt_oss. A value of
+# another size than the key: deepseek_v3.
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "qwen3", "deepseek_v3", "gemma3", "phi3")
 PACKED, PADDED = ("positions", "lengths", "rows"), ("left", "right", "both")
 STEPS = 50
 
-# After fifty steps of AdamW the losses of two orders of summation differ by up to 8e-6. A token of another document changes them by 5e-2.
+# After fifty steps of AdamW the losses of two orders of summation differ by up to 8e-6. A token of
+# another document changes them by 5e-2.
 DRIFT = 3e-5
 
 
@@ -29,7 +32,8 @@ def documents(step):
 
 
 def row_of(texts):
-    """The texts one after the other: tokens, positions that begin at 0 in each, and labels without those of first tokens."""
+    """The texts one after the other: tokens, positions that begin at 0 in each, and labels without
+    those of first tokens."""
     ids, where = torch.cat(texts), torch.cat([torch.arange(len(text)) for text in texts])
     return {"input_ids": ids, "position_ids": where, "labels": ids.masked_fill(where == 0, -100)}
 
@@ -37,8 +41,9 @@ def row_of(texts):
 def batch(form, texts) -> dict[str, Any]:
     """The texts as a model takes them, each with the same loss.
 
-    form: "positions" is one row, whose texts position_ids tell apart; "lengths" the same with cumulative lengths; "rows" two rows of one
-    length, which end in a document without labels. "left", "right" and "both" say where padding is.
+    form: "positions" is one row, whose texts position_ids tell apart; "lengths" the same with
+    cumulative lengths; "rows" two rows of one length, which end in a document without labels.
+    "left", "right" and "both" say where padding is.
     """
     if form == "rows":
         pairs, rows = (texts[:2], texts[2:]), []
@@ -52,12 +57,19 @@ def batch(form, texts) -> dict[str, Any]:
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=form == "lengths")
         return dict(collator([{"input_ids": text.tolist()} for text in texts]))
     width = max(map(len, texts)) + (form == "both")
-    ids, mask = torch.zeros(len(texts), width, dtype=torch.int64), torch.zeros(len(texts), width, dtype=torch.int64)
+    ids, mask = (
+        torch.zeros(len(texts), width, dtype=torch.int64),
+        torch.zeros(len(texts), width, dtype=torch.int64),
+    )
     for row, text in enumerate(texts):
         room = width - len(text)
         begin = {"left": room, "right": 0, "both": room // 2}[form]
         ids[row, begin : begin + len(text)], mask[row, begin : begin + len(text)] = text, 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill((mask == 0) | (mask.cumsum(-1) == 1), -100)}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill((mask == 0) | (mask.cumsum(-1) == 1), -100),
+    }
 
 
 def train(model, form, dtype=torch.float32, steps=STEPS):
@@ -67,7 +79,10 @@ def train(model, form, dtype=torch.float32, steps=STEPS):
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
     losses = []
     for step in range(steps):
-        given = {name: x.to(model.device) if isinstance(x, torch.Tensor) else x for name, x in batch(form, documents(step)).items()}
+        given = {
+            name: x.to(model.device) if isinstance(x, torch.Tensor) else x
+            for name, x in batch(form, documents(step)).items()
+        }
         with torch.autocast("cpu", dtype) if dtype != torch.float32 else contextlib.nullcontext():
             loss = model(**given, use_cache=False).loss
         optimizer.zero_grad()
@@ -85,7 +100,9 @@ def eager_losses(name):
 
 
 def only_packed(calls):
-    return bool(calls) and all(call["op"] == "varlen_attention" and call["mask"] is None for call in calls)
+    return bool(calls) and all(
+        call["op"] == "varlen_attention" and call["mask"] is None for call in calls
+    )
 
 
 # Padded batches train in test_lora, too.
@@ -94,7 +111,10 @@ def only_packed(calls):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fifty_steps(name, form):
     if name == "gpt_oss" and form in ("positions", "rows"):
-        pytest.skip("transformers makes gpt-oss' masks without position_ids: only lengths tell its documents apart")
+        pytest.skip(
+            "transformers makes gpt-oss' masks without position_ids: only lengths tell its "
+            "documents apart"
+        )
     model = tiny.model(name)
     # On a CPU dense masks of padded batches are as fast, and "auto" takes them.
     with attnops.patch(model, mask="compact" if form in PADDED else "auto"), watched() as calls:
@@ -108,9 +128,13 @@ def test_fifty_steps(name, form):
 @pytest.mark.parametrize("form", ["positions", "left", "right"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
 def test_half_precision(name, form, dtype):
-    """As far from eager's losses as those of transformers' sdpa are, on average. float16 has a scaler."""
+    """As far from eager's losses as those of transformers' sdpa are, on average. float16 has a
+    scaler."""
     model = tiny.model(name)
-    eager, sdpa = (train(m, form, dtype, steps=20) for m in (model, tiny.model(name, attn_implementation="sdpa")))
+    eager, sdpa = (
+        train(m, form, dtype, steps=20)
+        for m in (model, tiny.model(name, attn_implementation="sdpa"))
+    )
     model = tiny.model(name)
     with attnops.patch(model, mask="compact"), watched() as calls:
         ours = train(model, form, dtype, steps=20)
@@ -119,7 +143,8 @@ def test_half_precision(name, form, dtype):
     assert (ours - eager).abs().mean() <= 2 * (sdpa - eager).abs().mean()
 
 
-# The backward passes through every layer twice, and the gradients of small weights are sums of large terms.
+# The backward passes through every layer twice, and the gradients of small weights are sums of
+# large terms.
 OF_GRADIENTS = 256 * torch.finfo(torch.float32).eps
 
 
@@ -129,7 +154,9 @@ def compare(ours, eager, limit=OF_GRADIENTS):
     top = max(grad.abs().max().item() for grad in eager[1].values())
     for name, grad in eager[1].items():
         assert torch.isfinite(ours[1][name]).all(), name
-        assert (ours[1][name] - grad).abs().max() <= limit * max(grad.abs().max().item(), 1e-2 * top), name
+        assert (ours[1][name] - grad).abs().max() <= limit * max(
+            grad.abs().max().item(), 1e-2 * top
+        ), name
 
 
 def step(model, given, call=None):
@@ -138,7 +165,9 @@ def step(model, given, call=None):
     model.zero_grad()
     loss = (model if call is None else call)(**given, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def gradients(model, form, call=None):
@@ -148,44 +177,79 @@ def gradients(model, form, call=None):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", ["dense", "compact"])
 @pytest.mark.parametrize("form", ["left", "right"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen2_moe", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen2_moe", "gpt2", "opt"]
+)
 def test_gradients(name, form, mode):
-    eager, model = gradients(tiny.model(name, **no_dropout(name)), form), tiny.model(name, **no_dropout(name))
+    eager, model = (
+        gradients(tiny.model(name, **no_dropout(name)), form),
+        tiny.model(name, **no_dropout(name)),
+    )
     with attnops.patch(model, mask=mode), watched() as calls:
         compare(gradients(model, form), eager)
     assert calls, "without dropout the op itself is differentiated"
 
 
 def no_dropout(name) -> dict[str, Any]:
-    return {"gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, "opt": {"dropout": 0.0}}.get(name, {})
+    return {
+        "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        "opt": {"dropout": 0.0},
+    }.get(name, {})
 
 
 def blt():
     from transformers import BltConfig, BltForCausalLM
 
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    layers = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+    }
     part = {"hidden_size": 16, "max_position_embeddings": 32, "vocab_size": 128, **layers}
-    parts = {"patcher_config": part, "encoder_config": part, "global_config": {**part, "hidden_size": 32}}
+    parts = {
+        "patcher_config": part,
+        "encoder_config": part,
+        "global_config": {**part, "hidden_size": 32},
+    }
     parts["decoder_config"] = {**part, "hidden_size_global": 32}
-    hashes = {"encoder_hash_byte_group_size": [2, 3], "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_nb_functions": 1}
+    hashes = {
+        "encoder_hash_byte_group_size": [2, 3],
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_hash_byte_group_nb_functions": 1,
+    }
     torch.manual_seed(0)
-    return BltForCausalLM(BltConfig(vocab_size=128, patch_in_forward=False, cross_attn_k=2, initializer_range=0.2, **parts, **hashes))
+    return BltForCausalLM(
+        BltConfig(
+            vocab_size=128,
+            patch_in_forward=False,
+            cross_attn_k=2,
+            initializer_range=0.2,
+            **parts,
+            **hashes,
+        )
+    )
 
 
 def test_text_that_reads_padding():
-    """Patches of BLT hold the bytes of both, so what layers give for padding has to be what sdpa gives."""
+    """Patches of BLT hold the bytes of both, so what layers give for padding has to be what sdpa
+    gives."""
     model = blt()
     model.set_attn_implementation("sdpa")
     sdpa = gradients(model, "left")
     with attnops.patch(model, mask="compact") as handle:
-        assert "masks are always written out: BltModel pools padding with text" in handle.report().notes
+        assert (
+            "masks are always written out: BltModel pools padding with text"
+            in handle.report().notes
+        )
         compare(gradients(model, "left"), sdpa)
 
 
 @pytest.mark.parametrize("mode", ["dense", "compact"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
 def test_dropout(name, mode):
-    """The same seed drops the same weights as eager attention does, so loss and gradients agree; another seed drops others."""
+    """The same seed drops the same weights as eager attention does, so loss and gradients agree;
+    another seed drops others."""
 
     def run(model, seed):
         torch.manual_seed(seed)
@@ -194,7 +258,10 @@ def test_dropout(name, mode):
         assert not calls, "the op has no dropout"
         return found
 
-    eager, model = run(tiny.model(name, attention_dropout=0.3), 1), tiny.model(name, attention_dropout=0.3)
+    eager, model = (
+        run(tiny.model(name, attention_dropout=0.3), 1),
+        tiny.model(name, attention_dropout=0.3),
+    )
     with attnops.patch(model, mask=mode) as handle:
         compare(run(model, 1), eager)
         assert relative(run(model, 2)[0], eager[0]) > OF_GRADIENTS
@@ -206,19 +273,26 @@ def test_dropout(name, mode):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("name", "form"), [("llama", "rows"), ("gemma3", "left"), ("gpt_oss", "lengths"), ("mistral", "positions")])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("llama", "rows"), ("gemma3", "left"), ("gpt_oss", "lengths"), ("mistral", "positions")],
+)
 def test_gradient_checkpointing(name, form, reentrant):
     eager, model = gradients(tiny.model(name), "right"), tiny.model(name)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with attnops.patch(model, mask="compact"), watched() as calls:
         compare(gradients(model, form), eager)
-    assert only_packed(calls) and len(calls) == 2 * model.config.num_hidden_layers, "each layer's attention is computed again"
+    assert only_packed(calls) and len(calls) == 2 * model.config.num_hidden_layers, (
+        "each layer's attention is computed again"
+    )
 
 
 def adapted(name):
     peft = pytest.importorskip("peft", reason="the extra for LoRA is not installed")
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
+    )
     return peft.get_peft_model(tiny.model(name), config)
 
 
@@ -242,13 +316,23 @@ def test_trainer(name, lengths, tmp_path):
 
     def run(model):
         options = TrainingArguments(
-            str(tmp_path), max_steps=6, per_device_train_batch_size=4, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
-            learning_rate=1e-3, disable_tqdm=True, remove_unused_columns=False,
-        )  # fmt: skip
+            str(tmp_path),
+            max_steps=6,
+            per_device_train_batch_size=4,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            learning_rate=1e-3,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
         trainer = Trainer(model, options, train_dataset=data, data_collator=collator)
         trainer.train()
-        return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        return torch.tensor(
+            [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        )
 
     want, model = run(tiny.model(name)), tiny.model(name)
     with attnops.patch(model), watched() as calls:
@@ -258,14 +342,17 @@ def test_trainer(name, lengths, tmp_path):
 
 
 def test_steps_without_gradients():
-    """Packed documents are cumulative lengths in evaluation, too. Padded batches are ranges of the dense op there."""
+    """Packed documents are cumulative lengths in evaluation, too. Padded batches are ranges of the
+    dense op there."""
     for form, op in (("positions", "varlen_attention"), ("right", "attention")):
         one, model = batch(form, documents(0)), tiny.model("llama")
         with torch.no_grad():
             want = model(**one, use_cache=False).loss
             with attnops.patch(model, mask="compact"), watched() as calls:
                 ours = model(**one, use_cache=False).loss
-        assert {call["op"] for call in calls} == {op} and all(call["mask"] is None for call in calls)
+        assert {call["op"] for call in calls} == {op} and all(
+            call["mask"] is None for call in calls
+        )
         near(ours, want)
 
 
@@ -278,5 +365,7 @@ def test_a_window_without_padding_has_no_mask(name):
         ours = model(ids, labels=ids, use_cache=False).loss
     assert all(call["op"] == "attention" and call["causal"] for call in calls)
     assert all(call[name] is None for call in calls for name in ("mask", "kv_start", "kv_end"))
-    assert {call["window"] for call in calls} == ({(7, -1)} if name == "mistral" else {(7, -1), (-1, -1)})
+    assert {call["window"] for call in calls} == (
+        {(7, -1)} if name == "mistral" else {(7, -1), (-1, -1)}
+    )
     near(ours, want)

@@ -51,7 +51,13 @@ def alive(parts):
 
 
 # Traces of llama's layers leave no cycles behind.
-FEW = {("default", "llama"), ("paged", "deepseek_v3"), ("auto", "llama"), ("breakable", "gpt_oss"), ("piecewise", "gpt_oss")}
+FEW = {
+    ("default", "llama"),
+    ("paged", "deepseek_v3"),
+    ("auto", "llama"),
+    ("breakable", "gpt_oss"),
+    ("piecewise", "gpt_oss"),
+}
 EACH = [
     case if case in FEW else pytest.param(*case, marks=pytest.mark.full)
     for case in itertools.product(WAYS, ("llama", "deepseek_v3", "gpt_oss"))
@@ -75,7 +81,10 @@ def test_a_model_is_freed_at_once(way, name):
         assert str(handle.report()).startswith(head) and "unpatched" in repr(handle)
 
 
-@pytest.mark.parametrize("way", ["default", "paged", "auto", "breakable", pytest.param("piecewise", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "way",
+    ["default", "paged", "auto", "breakable", pytest.param("piecewise", marks=pytest.mark.full)],
+)
 def test_a_patched_model_is_freed_by_a_collection(way):
     model = tiny.model("llama")
     attnops.patch(model, **WAYS[way]())
@@ -87,10 +96,16 @@ def test_a_patched_model_is_freed_by_a_collection(way):
 
 
 class Late:
-    """In place of a function: its first call waits for `second`, which another thread sets unless it waits itself."""
+    """In place of a function: its first call waits for `second`, which another thread sets unless
+    it waits itself."""
 
     def __init__(self, real):
-        self.real, self.calls, self.came, self.second = real, 0, threading.Event(), threading.Event()
+        self.real, self.calls, self.came, self.second = (
+            real,
+            0,
+            threading.Event(),
+            threading.Event(),
+        )
 
     def __call__(self, *args):
         self.calls += 1
@@ -196,9 +211,14 @@ def test_a_cache_after_unpatch(name):
     whole = torch.ones(1, 1, 1, 10, dtype=torch.bool)
     for use in (
         lambda: model(ONE[:, :1], **named(kept)),
-        lambda: model(ONE[:, :1], attention_mask=whole, position_ids=torch.tensor([[9]]), **named(kept)),
+        lambda: model(
+            ONE[:, :1], attention_mask=whole, position_ids=torch.tensor([[9]]), **named(kept)
+        ),
         lambda: model.generate(ONE, max_new_tokens=2, **named(kept)),
         lambda: kept.crop(-1),
     ):
-        with torch.no_grad(), pytest.raises(InvalidInput, match="a cache of a model that was unpatched since"):
+        with (
+            torch.no_grad(),
+            pytest.raises(InvalidInput, match="a cache of a model that was unpatched since"),
+        ):
             use()

@@ -1,4 +1,5 @@
-"""output_attentions=True gives attention weights back, as eager attention does, for that call alone."""
+"""output_attentions=True gives attention weights back, as eager attention does, for that call
+alone."""
 
 import json
 from contextlib import nullcontext
@@ -30,7 +31,12 @@ def same(ours, eager, seen=...):
 
 
 DECODER = {"input_ids": tokens(), "attention_mask": left_padded()}
-TRIED = {**dict.fromkeys(("llama", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "qwen3_next"), DECODER), **INPUTS}
+TRIED = {
+    **dict.fromkeys(
+        ("llama", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "qwen3_next"), DECODER
+    ),
+    **INPUTS,
+}
 
 
 @pytest.mark.parametrize("mode", ["dense", "compact"])
@@ -45,7 +51,9 @@ def test_weights(name, mode):
         with attnops.patch(model, mask=mode), watched() as calls:
             with pytest.warns(UserWarning, match="output_attentions"):
                 ours = model(**inputs, output_attentions=True)
-            assert same(ours, eager, seen) and (not calls or name == "llava"), "whose images return none"
+            assert same(ours, eager, seen) and (not calls or name == "llava"), (
+                "whose images return none"
+            )
             near(ours.logits[seen], eager.logits[seen])
             assert not any(getattr(model(**inputs), kind, None) for kind in KINDS) and calls
 
@@ -53,10 +61,20 @@ def test_weights(name, mode):
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_weights_of_generate(cache):
     model = tiny.model("gpt_oss")
-    more = {"output_attentions": True, "return_dict_in_generate": True, "new": 3, "kind": cache, "attention_mask": None}
+    more = {
+        "output_attentions": True,
+        "return_dict_in_generate": True,
+        "new": 3,
+        "kind": cache,
+        "attention_mask": None,
+    }
     want = generated(model, **more)
     for how in ({}, {"mask": "compact"}, {"cache": "paged"}):
-        told = pytest.warns(UserWarning, match="transformers' own cache") if "cache" in how and cache is None else nullcontext()
+        told = (
+            pytest.warns(UserWarning, match="transformers' own cache")
+            if "cache" in how and cache is None
+            else nullcontext()
+        )
         with attnops.patch(model, **how), told:
             got = generated(model, **more)
         assert torch.equal(got.sequences, want.sequences)
@@ -73,8 +91,11 @@ def test_pages_have_no_weights():
 
 
 def test_a_config_that_asks_for_weights(tmp_path):
-    """Before the patch or after it, as the argument does. The config is saved as it says, and other attention is refused as before."""
-    model = transformers.LlamaForCausalLM(tiny.config("llama", attn_implementation="eager", output_attentions=True)).eval()
+    """Before the patch or after it, as the argument does. The config is saved as it says, and other
+    attention is refused as before."""
+    model = transformers.LlamaForCausalLM(
+        tiny.config("llama", attn_implementation="eager", output_attentions=True)
+    ).eval()
     with torch.no_grad():
         eager = model(tokens())
         with attnops.patch(model) as handle:

@@ -1,4 +1,5 @@
-"""Two toy models: dense attention, and paged attention with its writes and metadata made in the graph."""
+"""Two toy models: dense attention, and paged attention with its writes and metadata made in the
+graph."""
 
 import re
 from functools import partial
@@ -37,7 +38,11 @@ class Paged(nn.Module):
         q, k, v = heads_of(self.qkv(x))
         pages = self.k_pages, self.v_pages
         attnops.write_kv(k, v, *pages, slots)
-        return x + self.out(attnops.paged_attention(q, *pages, page_table, seq_lens, cu, max_seqlen_q=longest).flatten(1))
+        return x + self.out(
+            attnops.paged_attention(
+                q, *pages, page_table, seq_lens, cu, max_seqlen_q=longest
+            ).flatten(1)
+        )
 
 
 class PagedModel(nn.Module):
@@ -63,7 +68,9 @@ class PagedModel(nn.Module):
 def step(new, lengths):
     """Arguments of a PagedModel. lengths: of each request, its new tokens included."""
     table = torch.tensor([[1, 2, 3], [4, 5, 0]], dtype=torch.int32)
-    positions = torch.cat([torch.arange(length - n, length) for n, length in zip(new, lengths, strict=True)])
+    positions = torch.cat(
+        [torch.arange(length - n, length) for n, length in zip(new, lengths, strict=True)]
+    )
     counts = (torch.tensor(x, dtype=torch.int32) for x in (lengths, new))
     return torch.randn(sum(new), HQ * D), table, *counts, positions, max(new)
 
@@ -72,7 +79,8 @@ prefill, decode = partial(step, (3, 2), (3, 2)), partial(step, (1, 1), (4, 3))
 
 
 class Passing:
-    """A backend that runs a pass and compiles no further. found: what the pass returned, by graph."""
+    """A backend that runs a pass and compiles no further. found: what the pass returned, by
+    graph."""
 
     def __init__(self, run_pass):
         self.run_pass, self.found, self.graphs = run_pass, [], []
@@ -104,11 +112,15 @@ def code_of(run, *given, **options):
 
 
 def kernel_calls(code):
-    """`op.kernel` of each call of ours in generated code, in order; of a kernel lowered in place, of its core, or of torch's attention."""
+    """`op.kernel` of each call of ours in generated code, in order; of a kernel lowered in place,
+    of its core, or of torch's attention."""
     found, within = [], []
     for line in code.splitlines():
         if "Source Nodes: [" in line:
-            within = re.findall(r"attnops\.(\w*attention\.\w+)", line.partition("Source Nodes: [")[2].partition("]")[0])
+            within = re.findall(
+                r"attnops\.(\w*attention\.\w+)",
+                line.partition("Source Nodes: [")[2].partition("]")[0],
+            )
         elif call := re.search(r"torch\.ops\.attnops\.(\w+\.\w+?)(?:\.default|\.run)?\(", line):
             found.append(".".join(call[1].removesuffix(".default").split("__")))
         elif within and re.search(r"torch\.ops\.aten\._scaled_dot_product\w+(\.default)?\(", line):

@@ -1,4 +1,5 @@
-"""The compile caches never return a graph chosen under other circumstances: several processes share one cache folder."""
+"""The compile caches never return a graph chosen under other circumstances: several processes share
+one cache folder."""
 
 import json
 
@@ -29,7 +30,7 @@ for policy in {policies}:
     assert ("attention.reference.run(" in code) == ("kernel" in policy or "attention.reference" in kernel_calls(code))
     hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
     print(json.dumps([kernel_calls(code), bool(hits)]))
-"""
+"""  # noqa: E501
 
 NEWCOMER = """
 from dataclasses import replace
@@ -44,7 +45,8 @@ register(replace(kernels_of("attention")["sdpa"], name="newcomer", run=run, cost
 
 
 def run(tmp_path, *policies, **env):
-    """In a new process, under each policy in turn (none, unless given): the kernels in the code, and whether it came from the cache."""
+    """In a new process, under each policy in turn (none, unless given): the kernels in the code,
+    and whether it came from the cache."""
     env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
     lines = ready_process(PROGRAM.format(policies=policies or ({},)), env=env).splitlines()
     return [tuple(json.loads(line)) for line in lines if line.startswith("[[")]
@@ -54,7 +56,9 @@ def write_table(folder, **us):
     """Measured times of this CPU, as `attnops tune` leaves them under the cache folder."""
     kernels = kernels_of("attention")
     heads = {"q_heads": HQ, "kv_heads": HKV, "head_dim": D, "v_head_dim": D}
-    grid = Grid(altered(toy(DENSE), **heads), (1.0,), (8.0,), (1.0,), {name: (t,) for name, t in us.items()})
+    grid = Grid(
+        altered(toy(DENSE), **heads), (1.0,), (8.0,), (1.0,), {name: (t,) for name, t in us.items()}
+    )
     versions = {f"attention.{name}": version_of(kernels[name]) for name in us}
     path = folder / "tables" / path_for(cpu_name()).name
     path.parent.mkdir(parents=True)
@@ -76,7 +80,9 @@ def test_other_circumstances_miss_and_the_same_ones_hit(tmp_path):
     write_table(tmp_path / "mine", sdpa=9.0, reference=5.0)
     assert run(tmp_path, ATTNOPS_CACHE_DIR=str(tmp_path / "mine")) == [(reference, False)]
     assert run(tmp_path, ATTNOPS_CACHE_DIR=str(tmp_path / "mine")) == [(reference, True)]
-    assert run(tmp_path, {}, {"kernel": "reference"}) == [(sdpa, True), (reference, True)], "without newcomer and table, as at first"
+    assert run(tmp_path, {}, {"kernel": "reference"}) == [(sdpa, True), (reference, True)], (
+        "without newcomer and table, as at first"
+    )
 
 
 def test_circumstances_follow_target_registry_and_code():
@@ -85,4 +91,6 @@ def test_circumstances_follow_target_registry_and_code():
         assert cache_key.choice_inputs() != here
     assert cache_key.choice_inputs() == here and cache_key.code_digest() in here
     # In a checkout it is a link.
-    assert any("lowering" in str(file) for file in cache_key.code_files()), "a changed lowering must change the key"
+    assert any("lowering" in str(file) for file in cache_key.code_files()), (
+        "a changed lowering must change the key"
+    )

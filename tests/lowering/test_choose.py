@@ -1,4 +1,5 @@
-"""The chosen kernel stands in the generated code, once a call, with no copy of the pages and with the metadata made once."""
+"""The chosen kernel stands in the generated code, once a call, with no copy of the pages and with
+the metadata made once."""
 
 import re
 
@@ -15,12 +16,24 @@ from attnops.core.errors import InvalidInput
 from attnops.lowering.choose import install
 from attnops.ops import request_starts, varlen_attention
 from tests.helpers import torch_process
-from tests.lowering.models import HQ, D, Dense, PagedModel, Passing, code_of, compiled_code, decode, kernel_calls, prefill
+from tests.lowering.models import (
+    HQ,
+    D,
+    Dense,
+    PagedModel,
+    Passing,
+    code_of,
+    compiled_code,
+    decode,
+    kernel_calls,
+    prefill,
+)
 
 
 @pytest.mark.parametrize("step", [prefill, decode])
 def test_a_paged_model(step):
-    """As eager, with its kernels by name, with no copy of the pages and with the metadata made once for all layers."""
+    """As eager, with its kernels by name, with no copy of the pages and with the metadata made once
+    for all layers."""
     model, given = PagedModel().eval(), step()
     model(*given)
     pages = model.pages()
@@ -29,11 +42,16 @@ def test_a_paged_model(step):
     torch.testing.assert_close(model.pages(), pages)
     assert kernel_calls(code) == ["paged_attention.sdpa"] * 3
     shape = ", ".join(map(str, pages[0].shape))
-    assert not re.search(rf"empty_strided\w*\(\(({shape})", code), "a buffer of the pages' size is allocated"
+    assert not re.search(rf"empty_strided\w*\(\(({shape})", code), (
+        "a buffer of the pages' size is allocated"
+    )
     assert not re.search(r"cpp_fused\w*(copy|clone)", code), re.findall(r"cpp_fused\w+", code)
     # Each name shows in the fused kernels' definitions of one place only.
     defined = set(re.findall(r"^(cpp_fused\w+) =", code, re.M))
-    assert [sum(name in each for each in defined) for name in ("cu_seqlens", "slot_mapping")] == [1, 1]
+    assert [sum(name in each for each in defined) for name in ("cu_seqlens", "slot_mapping")] == [
+        1,
+        1,
+    ]
 
 
 def test_equal_calls_whose_size_the_data_decide_stay_two():
@@ -41,7 +59,10 @@ def test_equal_calls_whose_size_the_data_decide_stay_two():
 
     def model(x, begins):
         both = request_starts(begins), request_starts(begins)
-        return sum(varlen_attention(n * x, x, x, s, s, max_seqlen_q=6, max_seqlen_k=6, causal=True) for n, s in enumerate(both))
+        return sum(
+            varlen_attention(n * x, x, x, s, s, max_seqlen_q=6, max_seqlen_k=6, causal=True)
+            for n, s in enumerate(both)
+        )
 
     x, begins = torch.randn(6, 2, 8), torch.tensor([[True, False, False, True, False, True]])
     calls = kernel_calls(code_of(model, x, begins))
@@ -50,7 +71,12 @@ def test_equal_calls_whose_size_the_data_decide_stay_two():
 
 @pytest.mark.parametrize(
     ("softcap", "mode", "kernel"),
-    [(0.0, "default", "sdpa"), (5.0, "default", "reference"), (0.0, "reduce-overhead", "sdpa"), (0.0, "max-autotune", "sdpa")],
+    [
+        (0.0, "default", "sdpa"),
+        (5.0, "default", "reference"),
+        (0.0, "reduce-overhead", "sdpa"),
+        (0.0, "max-autotune", "sdpa"),
+    ],
 )
 def test_the_choice_follows_the_problem(softcap, mode, kernel):
     code = code_of(Dense(softcap).eval(), torch.randn(2, 8, HQ * D), mode=mode)
@@ -70,7 +96,9 @@ def test_an_impossible_forced_kernel_fails_to_compile_with_every_reason():
     def call(q):
         return attnops.attention(q, q, q, softcap=2.0, sinks=q[0, 0, :, 0], kernel="sdpa")
 
-    with pytest.raises(Exception, match=r"(?s)NoKernel.*softcap=True \(wants no\).*sinks=True \(wants no\)"):
+    with pytest.raises(
+        Exception, match=r"(?s)NoKernel.*softcap=True \(wants no\).*sinks=True \(wants no\)"
+    ):
         torch.compile(call)(torch.randn(1, 4, 2, 8))
 
 
@@ -88,7 +116,9 @@ def test_identical_layers_give_one_piece_and_others_their_own():
     for layer in layers:
         layer(torch.randn(2, 8, HQ * D))
     assert len(pieces.graphs) == 2
-    with pytest.raises(InvalidInput, match=r"model: got Linear, want a module with an nn.ModuleList"):
+    with pytest.raises(
+        InvalidInput, match=r"model: got Linear, want a module with an nn.ModuleList"
+    ):
         attnops.compile_layers(nn.Linear(2, 2))
 
 
@@ -106,7 +136,11 @@ class CountPass(CustomGraphPass):
 def test_passes_and_lowerings_of_a_user_stay():
     """A pass of a user runs in every slot, and ours are registered once."""
     model, x, before, after = Dense().eval(), torch.randn(2, 8, HQ * D), CountPass(), CountPass()
-    with inductor.patch(post_grad_custom_pre_pass=before, post_grad_custom_post_pass=after, force_disable_caches=True):
+    with inductor.patch(
+        post_grad_custom_pre_pass=before,
+        post_grad_custom_post_pass=after,
+        force_disable_caches=True,
+    ):
         torch.compile(model, fullgraph=True)(x)
     assert before.seen == after.seen == [1]
     known = dict(lowerings)
@@ -119,6 +153,7 @@ def test_eager_calls_do_not_load_the_compiler():
         "import sys, torch, attnops\n"
         "q = torch.randn(1, 3, 2, 8)\n"
         "attnops.attention(q, q, q)\n"
-        "print([m for m in sys.modules if m.startswith(('torch._inductor', 'torch._dynamo', 'attnops.lowering'))])"
+        "print([m for m in sys.modules if m.startswith(('torch._inductor', 'torch._dynamo', "
+        "'attnops.lowering'))])"
     )
     assert out.strip() == "[]"

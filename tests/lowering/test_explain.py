@@ -40,12 +40,17 @@ def test_nothing_is_run_or_written_and_the_target_ends_with_the_call():
 
 def test_compiled_modules_and_functions_are_explained_as_their_own_selves():
     model, x = Dense().eval(), torch.randn(2, 8, HQ * D)
-    chosen = {attnops.explain(each, x, target="sm90", quiet=True).chosen() for each in (model, torch.compile(model))}
+    chosen = {
+        attnops.explain(each, x, target="sm90", quiet=True).chosen()
+        for each in (model, torch.compile(model))
+    }
     model.compile()
     assert chosen == {attnops.explain(model, x, target="sm90", quiet=True).chosen()}
     with FakeTensorMode():
         q = torch.empty(1, 128, 32, 128, dtype=torch.bfloat16)
-    [site] = attnops.explain(lambda q: attnops.attention(q, q, q, causal=True), q, target="sm90", quiet=True).sites
+    [site] = attnops.explain(
+        lambda q: attnops.attention(q, q, q, causal=True), q, target="sm90", quiet=True
+    ).sites
     assert site.where == "(function)" and site.decision.problem.dtype is torch.bfloat16
 
 
@@ -67,5 +72,9 @@ def test_torch_logs_shows_decisions():
         "torch.compile(lambda q: attnops.attention(q, q, q))(q)\n"
     )
     # No lowering runs on a cache hit, so there would be nothing to log.
-    env = {"TORCH_LOGS": "attnops", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+    env = {
+        "TORCH_LOGS": "attnops",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+    }
     assert "attention on cpu -> sdpa" in fresh_process(code, env=env)

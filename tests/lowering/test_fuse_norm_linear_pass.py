@@ -1,4 +1,5 @@
-"""A linear becomes one call with its norm, activation and residual where the numbers stay; anything else is left, with a reason."""
+"""A linear becomes one call with its norm, activation and residual where the numbers stay; anything
+else is left, with a reason."""
 
 from functools import partial
 
@@ -45,7 +46,10 @@ class Layer(nn.Module):
     def __init__(self, body, dtype=F32, gain=None):
         super().__init__()
         self.gain = nn.Parameter(torch.randn(K, dtype=gain or dtype))
-        self.wide, self.down = nn.Linear(K, 2 * M, dtype=dtype), nn.Linear(M, K, bias=False, dtype=dtype)
+        self.wide, self.down = (
+            nn.Linear(K, 2 * M, dtype=dtype),
+            nn.Linear(M, K, bias=False, dtype=dtype),
+        )
         self.square, self.body = nn.Linear(K, K, dtype=dtype), body
 
     def forward(self, x):
@@ -53,7 +57,8 @@ class Layer(nn.Module):
 
 
 def used(model, shape=(2, 3, K), grad=False):
-    """The backend, after a model gave with the reference of the op the numbers that it gives without."""
+    """The backend, after a model gave with the reference of the op the numbers that it gives
+    without."""
     backend, dtype, results = Using(), model.down.weight.dtype, []
     x = torch.randn(shape, dtype=dtype)
     with torch.set_grad_enabled(grad), attnops.use(**REFERENCE):
@@ -92,7 +97,9 @@ def other_orders(m, x):
 
 def by_power(m, x):
     wide = x.float()
-    return (wide * torch.pow((wide * wide).mean((-1,), keepdim=True) + EPS, -0.5)).to(x.dtype) * m.gain
+    return (wide * torch.pow((wide * wide).mean((-1,), keepdim=True) + EPS, -0.5)).to(
+        x.dtype
+    ) * m.gain
 
 
 def torchs(m, x):
@@ -109,7 +116,9 @@ def test_norms(norm, dtype):
 def test_an_eps_that_the_compiler_keeps_symbolic():
     """Each is a constant of its own graph."""
     backend, layer, x = Using(), Layer(None), torch.randn(3, K)
-    run = torch.compile(lambda eps: layer.square(llama(layer, x, eps)), backend=backend, fullgraph=True)
+    run = torch.compile(
+        lambda eps: layer.square(llama(layer, x, eps)), backend=backend, fullgraph=True
+    )
     with attnops.use(**REFERENCE):
         for eps in (1e-5, 0.25, 2.0):
             torch.testing.assert_close(run(eps), layer.square(llama(layer, x, eps)))
@@ -149,10 +158,13 @@ def test_a_layer_is_two_calls():
     backend = used(Layer(mlp))
     assert backend.parts == ["norm + linear + silu", "linear + residual"] and backend.linears == [2]
     [line] = summary(backend.products * 2)
-    assert line == ("linears of compiled layers, 2 of 2 recognised: 1 norm + linear + silu by reference, 1 linear + residual by reference")
+    assert line == (
+        "linears of compiled layers, 2 of 2 recognised: 1 norm + linear + silu by reference, 1 "
+        "linear + residual by reference"
+    )
 
 
-# What is taken, and what is left ---------------------------------------------------------------------------------------
+# What is taken, and what is left ------------------------------------------------------------------
 
 
 @torch.library.custom_op("attnops_test::silu", mutates_args=())
@@ -254,7 +266,10 @@ class Adapted(nn.Module):
     def __init__(self):
         super().__init__()
         self.base_layer = nn.Linear(K, K)
-        self.lora_A, self.lora_B = nn.ModuleDict({"default": nn.Linear(K, 4)}), nn.ModuleDict({"default": nn.Linear(4, K)})
+        self.lora_A, self.lora_B = (
+            nn.ModuleDict({"default": nn.Linear(K, 4)}),
+            nn.ModuleDict({"default": nn.Linear(4, K)}),
+        )
 
     def forward(self, x):
         return self.base_layer(x) + 2.0 * self.lora_B["default"](self.lora_A["default"](x))
@@ -270,7 +285,11 @@ NO_NUMBER = "InvalidInput: x.dtype: got complex64, want float16 | bfloat16 | flo
 BODIES = {
     "residual last": (dropped(lambda y: y), ["linear + residual"], ""),
     "residual later": (lambda m, x: m.square(x) + x.sin(), ["linear + residual"], ""),
-    "dropout that is off": (dropped(lambda y: F.dropout(y, 0.1, training=False)), ["linear + residual"], ""),
+    "dropout that is off": (
+        dropped(lambda y: F.dropout(y, 0.1, training=False)),
+        ["linear + residual"],
+        "",
+    ),
     "dropout by name": (dropped(lambda y: F.dropout(y, 0.5, training=True)), ["linear"], ""),
     "dropout by default": (dropped(F.dropout), ["linear"], ""),
     "dropout of channels": (dropped(lambda y: F.dropout1d(y, 0.5, training=True)), ["linear"], ""),
@@ -278,8 +297,16 @@ BODIES = {
     "norm of two": (two_products, ["linear"] * 2, "norm: "),
     "other mean": (normed(lambda x, wide: root(x.mT).mT), ["linear"], ""),
     "order": (other_half, ["linear"], "silu: not of the first half"),
-    "broadcast": (lambda m, x: m.square(x) + x[:1], ["linear"], "residual: of another shape or dtype"),
-    "wide sum": (lambda m, x: (m.square(x) + x.double()).float(), ["linear"], "residual: of another shape or dtype"),
+    "broadcast": (
+        lambda m, x: m.square(x) + x[:1],
+        ["linear"],
+        "residual: of another shape or dtype",
+    ),
+    "wide sum": (
+        lambda m, x: (m.square(x) + x.double()).float(),
+        ["linear"],
+        "residual: of another shape or dtype",
+    ),
     "two sums": (lambda m, x: (y := m.square(x)) * (y + x), ["linear"], ""),
     "twice": (lambda m, x: (y := m.square(x)) + y, ["linear"], ""),
     "returned gate": (returned_gate, ["linear"], ""),
@@ -289,7 +316,11 @@ BODIES = {
     "residual written before": (residual_written_before, ["norm + linear + residual"], ""),
     "autocast": (autocast, [""], "autocast is on"),
     "grad mode": (with_gradients, [""], "grad mode is on"),
-    "computed": (lambda m, x: F.linear(x, m.square.weight * 2), [""], "its weight or bias is no parameter of a module"),
+    "computed": (
+        lambda m, x: F.linear(x, m.square.weight * 2),
+        [""],
+        "its weight or bias is no parameter of a module",
+    ),
 }
 MODELS = {
     **{name: (partial(Layer, body), *rest) for name, (body, *rest) in BODIES.items()},
@@ -298,13 +329,29 @@ MODELS = {
         ["linear"],
         f"norm: it is not computed in {F32}",
     ),
-    "squares in low precision": (lambda: Layer(normed(squares_in_low_precision), BF16), ["linear"], ""),
+    "squares in low precision": (
+        lambda: Layer(normed(squares_in_low_precision), BF16),
+        ["linear"],
+        "",
+    ),
     "mean in low precision": (lambda: Layer(normed(mean_in_low_precision), BF16), ["linear"], ""),
-    "gain": (lambda: Layer(lambda m, x: m.square(gpt_oss(m, x)), BF16, F32), ["linear"], f"norm: of {BF16} by a gain of {F32}"),
+    "gain": (
+        lambda: Layer(lambda m, x: m.square(gpt_oss(m, x)), BF16, F32),
+        ["linear"],
+        f"norm: of {BF16} by a gain of {F32}",
+    ),
     "adapter": (adapted, [""] * 3, "it is within an adapter"),
-    "subclass": (lambda: of_weight(square, lambda w: TwoTensor(w, w)), [""], "weight is a TwoTensor"),
+    "subclass": (
+        lambda: of_weight(square, lambda w: TwoTensor(w, w)),
+        [""],
+        "weight is a TwoTensor",
+    ),
     "dtype": (lambda: Layer(square, torch.complex64), ["linear"], NO_NUMBER),
-    "empty": (lambda: of_weight(lambda m, x: m.square(x[..., :0]), lambda w: w[:, :0]), [""], "its weight has no numbers"),
+    "empty": (
+        lambda: of_weight(lambda m, x: m.square(x[..., :0]), lambda w: w[:, :0]),
+        [""],
+        "its weight has no numbers",
+    ),
 }
 
 
@@ -318,16 +365,20 @@ def test_what_is_taken_and_what_is_left(name):
 
 
 def test_grad_mode_leaves_all():
-    assert [product.refusal for product in used(Layer(mlp), grad=True).products] == ["grad mode is on"] * 2
+    assert [product.refusal for product in used(Layer(mlp), grad=True).products] == [
+        "grad mode is on"
+    ] * 2
 
 
 def test_outside_of_a_compiler():
     later = Passing(lambda gm: None)
     torch.compile(Layer(mlp), backend=later)(torch.randn(3, K))
-    assert [product.refusal for product in fuse_norm_linear_pass(*later.graphs)] == ["no guard can be added here"] * 2
+    assert [product.refusal for product in fuse_norm_linear_pass(*later.graphs)] == [
+        "no guard can be added here"
+    ] * 2
 
 
-# When it is compiled anew ----------------------------------------------------------------------------------------------
+# When it is compiled anew -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -350,7 +401,8 @@ def test_another_policy(before, kernel, why):
 
 @pytest.mark.parametrize(("shape", "calls"), [((), [0, 2]), ((3,), [0])], ids=["rows", "two sizes"])
 def test_few_rows_and_many_are_compiled_apart(shape, calls):
-    """Of two dynamic sizes no guard bounds the product, and torch's operations serve any number of rows."""
+    """Of two dynamic sizes no guard bounds the product, and torch's operations serve any number of
+    rows."""
     using = Using()
 
     def backend(gm, inputs):

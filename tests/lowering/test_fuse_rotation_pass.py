@@ -1,4 +1,5 @@
-"""`fuse_rotation_pass`: norms and rotations that feed `decode_attention`, found in models and in code that only resembles them."""
+"""`fuse_rotation_pass`: norms and rotations that feed `decode_attention`, found in models and in
+code that only resembles them."""
 
 from typing import NamedTuple
 
@@ -36,17 +37,24 @@ def said(backend):
 @pytest.mark.parametrize(
     ("name", "calls", "found"),
     [
-        ("llama", CALLS, "rotation"), ("qwen3", CALLS[:1], "norms and rotation"), ("gpt_oss", CALLS[:1], "rotation"),
-        ("gemma3", CALLS[1:], "norms and rotation"), ("stablelm", CALLS[:1], NOT),
+        ("llama", CALLS, "rotation"),
+        ("qwen3", CALLS[:1], "norms and rotation"),
+        ("gpt_oss", CALLS[:1], "rotation"),
+        ("gemma3", CALLS[1:], "norms and rotation"),
+        ("stablelm", CALLS[:1], NOT),
     ],
-)  # fmt: skip
+)
 def test_models(name, calls, found, monkeypatch):
-    """Recognised or left alone, in the trace of one row or in that of several; the tokens are eager's."""
+    """Recognised or left alone, in the trace of one row or in that of several; the tokens are
+    eager's."""
     told = Passing(fuse_rotation_pass)
     monkeypatch.setattr(steps, "fuse_rotation_pass", lambda graph: told(graph, ()))
     model = tiny.model(name, **(ALIKE if name in ("gpt_oss", "gemma3") else {}))
     want = [generated(model, *call) for call in calls]
-    with attnops.use(kernel=FORCED), attnops.patch(model, cache="paged", decode=how("piecewise")) as handle:
+    with (
+        attnops.use(kernel=FORCED),
+        attnops.patch(model, cache="paged", decode=how("piecewise")) as handle,
+    ):
         for call, tokens in zip(calls, want, strict=True):
             assert torch.equal(generated(model, *call), tokens), call
         assert handle.plain_steps == 0
@@ -55,8 +63,14 @@ def test_models(name, calls, found, monkeypatch):
 
 def test_eager_steps_take_the_op(monkeypatch):
     taken, asked, once = [], [], ModelPages.one_launch
-    monkeypatch.setattr(paged, "decode_attention", lambda *args, **more: taken.append(1) or decode_attention(*args, **more))
-    monkeypatch.setattr(ModelPages, "one_launch", lambda self: asked.append(bool(self._one_launch)) or once(self))
+    monkeypatch.setattr(
+        paged,
+        "decode_attention",
+        lambda *args, **more: taken.append(1) or decode_attention(*args, **more),
+    )
+    monkeypatch.setattr(
+        ModelPages, "one_launch", lambda self: asked.append(bool(self._one_launch)) or once(self)
+    )
     model = tiny.model("mistral")
     want = [generated(model, *call) for call in CALLS]
     with attnops.patch(model, cache="paged", decode=how("breakable")):
@@ -66,10 +80,12 @@ def test_eager_steps_take_the_op(monkeypatch):
                 for call, tokens in zip(CALLS, want, strict=True):
                     assert torch.equal(generated(model, *call), tokens), call
             assert bool(taken) is (policy is FORCED)
-            assert not taken or len(taken) == model.config.num_hidden_layers * sum(asked), "a question a step"
+            assert not taken or len(taken) == model.config.num_hidden_layers * sum(asked), (
+                "a question a step"
+            )
 
 
-# Code that resembles a rotation ----------------------------------------------------------------------------------------
+# Code that resembles a rotation -------------------------------------------------------------------
 
 B, HQ, HKV, D = 3, 4, 2, 8
 
@@ -104,19 +120,38 @@ class Gain(NamedTuple):
 
 
 class Step:
-    """A layer's step. turn: of query or key, given angles. between: runs before the attention. use: adds to the output."""
+    """A layer's step. turn: of query or key, given angles. between: runs before the attention. use:
+    adds to the output."""
 
-    def __init__(self, turn_q=turned, turn_k=turned, between=lambda *_: None, use=lambda *_: 0.0, norm=lambda m, x: x):
-        self.turn_q, self.turn_k, self.between, self.use, self.norm = turn_q, turn_k, between, use, norm
+    def __init__(
+        self,
+        turn_q=turned,
+        turn_k=turned,
+        between=lambda *_: None,
+        use=lambda *_: 0.0,
+        norm=lambda m, x: x,
+    ):
+        self.turn_q, self.turn_k, self.between, self.use, self.norm = (
+            turn_q,
+            turn_k,
+            between,
+            use,
+            norm,
+        )
 
     def __call__(self, qkv, cos, sin, q_norm, k_norm, k_pages, v_pages, table, lengths, slots):
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         q, k, v = (x.view(B, 1, -1, D) for x in qkv.split([HQ * D, HKV * D, HKV * D], -1))
-        q, k = self.norm(Gain(q_norm), q).transpose(1, 2), self.norm(Gain(k_norm), k).transpose(1, 2)
+        q, k = (
+            self.norm(Gain(q_norm), q).transpose(1, 2),
+            self.norm(Gain(k_norm), k).transpose(1, 2),
+        )
         query, key = self.turn_q(q, cos, sin), self.turn_k(k, cos, sin)
         self.between(qkv, k_pages)
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key[None][0], v.transpose(1, 2))]
-        out = decode_attention(*rows, k_pages, v_pages, table, lengths, slots, holes=False, kernel="reference")
+        out = decode_attention(
+            *rows, k_pages, v_pages, table, lengths, slots, holes=False, kernel="reference"
+        )
         return out + self.use(query, q, cos)
 
 
@@ -126,14 +161,28 @@ def inputs(dtype=torch.float32, seed=0):
     turn = torch.randn(B, 1, D, dtype=dtype)
     table = torch.arange(2 * B, dtype=torch.int32).view(B, 2)
     lengths = torch.tensor([3, 8, 5], dtype=torch.int32)
-    slots = table.gather(1, ((lengths - 1) // 4)[:, None].long())[:, 0].long() * 4 + (lengths - 1) % 4
+    slots = (
+        table.gather(1, ((lengths - 1) // 4)[:, None].long())[:, 0].long() * 4 + (lengths - 1) % 4
+    )
     pages = [torch.randn(2 * B, 4, HKV, D, dtype=dtype) for _ in range(2)]
-    return qkv, turn.cos(), turn.sin(), torch.randn(D, dtype=dtype), torch.randn(D, dtype=dtype), *pages, table, lengths, slots
+    return (
+        qkv,
+        turn.cos(),
+        turn.sin(),
+        torch.randn(D, dtype=dtype),
+        torch.randn(D, dtype=dtype),
+        *pages,
+        table,
+        lengths,
+        slots,
+    )
 
 
 def inductor(gm, given):
     """Inductor up to the code that it makes of a graph, which takes seconds."""
-    return compile_fx(gm, given, inner_compile=lambda lowered, *_, **__: make_boxed_func(lowered.forward))
+    return compile_fx(
+        gm, given, inner_compile=lambda lowered, *_, **__: make_boxed_func(lowered.forward)
+    )
 
 
 def other_eps(m, x):
@@ -158,7 +207,10 @@ STEPS = {
     "other angles": (Step(turn_k=lambda x, cos, sin: turned(x, sin, cos)), OTHER_ANGLES),
     "one row of angles": (Step(lambda x, cos, sin: turned(x, cos[:1], sin)), OTHER_ANGLES),
     "used twice": (Step(use=lambda query, q, cos: query.sum()), "not fused, .., too"),
-    "written in between": (Step(between=lambda qkv, k_pages: qkv.mul_(2)), "not fused, .. writes one of its inputs in between"),
+    "written in between": (
+        Step(between=lambda qkv, k_pages: qkv.mul_(2)),
+        "not fused, .. writes one of its inputs in between",
+    ),
     "others written in between": (Step(between=lambda qkv, k_pages: k_pages.mul_(2)), "rotation"),
     "its input used": (Step(use=lambda query, q, cos: q.sum() + cos.sum()), "rotation"),
 }
@@ -186,19 +238,26 @@ def test_found(name):
 
 @pytest.mark.parametrize("norm", [llama, gpt_oss, gemma, torchs], ids=lambda f: f.__name__)
 def test_it_is_no_less_exact_than_the_models_own_code(norm):
-    """The op rounds once, where the model rounds after a norm, a product or a rotation: errors of the output and of the new keys."""
+    """The op rounds once, where the model rounds after a norm, a product or a rotation: errors of
+    the output and of the new keys."""
     told, errors, step = Passing(fuse_rotation_pass), {"own": 0.0, "fused": 0.0}, Step(norm=norm)
     for seed in range(6):
         exact = [x.double() if x.is_floating_point() else x for x in inputs(torch.bfloat16, seed)]
         want = step(*exact)
-        for name, call in {"own": step, "fused": torch.compile(step, fullgraph=True, backend=told)}.items():
+        for name, call in {
+            "own": step,
+            "fused": torch.compile(step, fullgraph=True, backend=told),
+        }.items():
             given = inputs(torch.bfloat16, seed)
-            errors[name] += sum(float((x.double() - y).square().sum()) for x, y in ((call(*given), want), (given[5], exact[5])))
+            errors[name] += sum(
+                float((x.double() - y).square().sum())
+                for x, y in ((call(*given), want), (given[5], exact[5]))
+            )
     assert said(told) == {"norms and rotation"}
     assert errors["fused"] <= errors["own"]
 
 
-# Where the op is taken -------------------------------------------------------------------------------------------------
+# Where the op is taken ----------------------------------------------------------------------------
 
 LLAMA = paged_layers(32, 8, 128, 0, torch.bfloat16)
 NARROW_VALUES = paged_layers(32, 8, 128, 0, torch.bfloat16, v_head_dim=64)

@@ -1,4 +1,5 @@
-"""Kernels that are called on one machine and whose torch ops stand in the code of another: `Inline.when`."""
+"""Kernels that are called on one machine and whose torch ops stand in the code of another:
+`Inline.when`."""
 
 import re
 from dataclasses import replace
@@ -20,13 +21,27 @@ HKV, D = 2, 16
 FLASH = "_scaled_dot_product_flash_attention_for_cpu.default("
 IN_PLACE = {
     "attention": (
-        "causal", "window_both", "chunk", "mask_biases", "mask_causal", "v_wider", "range_start-plain",
-        "decode-plain", "decode-mask_additive", "decode-bfloat16_d64", "mask_bool_b", "mask_bool_h", "no_keys-plain",
+        "causal",
+        "window_both",
+        "chunk",
+        "mask_biases",
+        "mask_causal",
+        "v_wider",
+        "range_start-plain",
+        "decode-plain",
+        "decode-mask_additive",
+        "decode-bfloat16_d64",
+        "mask_bool_b",
+        "mask_bool_h",
+        "no_keys-plain",
     ),
     "paged_attention": (
-        "decode_promised-plain", "decode_promised-window_both", "decode_promised-mask_additive", "decode_promised-bfloat16_d64",
+        "decode_promised-plain",
+        "decode_promised-window_both",
+        "decode_promised-mask_additive",
+        "decode_promised-bfloat16_d64",
     ),
-}  # fmt: skip
+}
 
 
 def sdpa(call, kernel="sdpa"):
@@ -46,7 +61,11 @@ def test_every_rule_is_lowered_in_place_and_equals_the_reference():
         allowed = allowance(call, want)
         for name, found in named_results(call, results, call.op).items():
             compare(f"{call.op} {name}", found, want[name], allowed[name], 1.0)
-    assert len(given) == sum(map(len, IN_PLACE.values())) and "torch.ops.attnops." not in code and FLASH in code
+    assert (
+        len(given) == sum(map(len, IN_PLACE.values()))
+        and "torch.ops.attnops." not in code
+        and FLASH in code
+    )
 
 
 def some(x, pick):
@@ -73,23 +92,33 @@ def test_sizes_that_change_ask_for_no_further_graph():
     call, compiled = torch.compile(attnops.attention, fullgraph=True, dynamic=True), []
     for queries, keys in ((3, 7), (5, 9), (6, 6)):
         q, k = torch.randn(2, queries, 4, D), torch.randn(2, keys, HKV, D)
-        torch.testing.assert_close(call(q, k, k, causal=True), attnops.attention(q, k, k, causal=True))
+        torch.testing.assert_close(
+            call(q, k, k, causal=True), attnops.attention(q, k, k, causal=True)
+        )
         compiled.append(counters["stats"]["unique_graphs"])
     assert compiled[0] == compiled[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("queries, v_dim", [(1, D), (5, D), (5, 8)], ids=["one", "flash", "plain"])
-def test_sdpa_on_a_cpu_gives_0_where_nothing_is_seen_and_sees_past_a_masked_block(dtype, queries, v_dim):
-    """Neither of its ways needs its output cleared: no key, or the first at the end of a row longer than the blocks it works in."""
+def test_sdpa_on_a_cpu_gives_0_where_nothing_is_seen_and_sees_past_a_masked_block(
+    dtype, queries, v_dim
+):
+    """Neither of its ways needs its output cleared: no key, or the first at the end of a row longer
+    than the blocks it works in."""
     keys, unit = 1200, torch.finfo(dtype).eps
-    q, k, v = (torch.randn(3, n, h, d, dtype=dtype) for n, h, d in ((queries, 8, D), (keys, HKV, D), (keys, HKV, v_dim)))
+    q, k, v = (
+        torch.randn(3, n, h, d, dtype=dtype)
+        for n, h, d in ((queries, 8, D), (keys, HKV, D), (keys, HKV, v_dim))
+    )
     see = torch.zeros(3, 1, 1, keys, dtype=torch.bool)
     see[1, ..., -1] = see[2] = True
     for mask in (see, torch.zeros(see.shape, dtype=dtype).masked_fill(~see, float("-inf"))):
         got = attnops.attention(q, k, v, mask=mask, kernel="sdpa")
         assert (got[0] == 0).all()
-        torch.testing.assert_close(got[1], v[1, -1].repeat_interleave(4, 0).expand_as(got[1]), rtol=2 * unit, atol=0)
+        torch.testing.assert_close(
+            got[1], v[1, -1].repeat_interleave(4, 0).expand_as(got[1]), rtol=2 * unit, atol=0
+        )
 
 
 def test_no_kernel_is_lowered_in_place_on_a_gpu_where_it_is_timed_as_a_call():

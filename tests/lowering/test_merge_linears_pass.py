@@ -1,4 +1,5 @@
-"""Linears of one input over weights that lie together become one; whatever could make that wrong keeps them apart, or compiles anew."""
+"""Linears of one input over weights that lie together become one; whatever could make that wrong
+keeps them apart, or compiles anew."""
 
 import sys
 from unittest.mock import patch
@@ -28,7 +29,11 @@ class Three(nn.Module):
 
     def __init__(self, body=use_all, bias=True):
         super().__init__()
-        self.q, self.k, self.v = nn.Linear(K, 32, bias), nn.Linear(K, 16, bias), nn.Linear(K, 16, bias)
+        self.q, self.k, self.v = (
+            nn.Linear(K, 32, bias),
+            nn.Linear(K, 16, bias),
+            nn.Linear(K, 16, bias),
+        )
         self.body = body
         self.packed = pack_linears(self)
 
@@ -41,7 +46,8 @@ def close(got, want):
 
 
 def agree(model, x=None, grad=False):
-    """The compiled model answers as the model. Returns what the pass found, how many linears it left, and the compiled model."""
+    """The compiled model answers as the model. Returns what the pass found, how many linears it
+    left, and the compiled model."""
     x = torch.randn(3, 4, K) if x is None else x
     backend = Passing(merge_linears_pass)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -86,15 +92,35 @@ ALL = [(32, 16, 16)]
 SHARED = "users other than linears"
 GROUPS = {
     "other orders and inputs": (lambda: Three(in_another_order), ALL * 2, 2, ""),
-    "begins within": (lambda: Three(lambda m, x: (m.q(x.cos()) * 2, m.k(x) + 1, m.v(x) * 3)), [(16, 16)], 2, ""),
+    "begins within": (
+        lambda: Three(lambda m, x: (m.q(x.cos()) * 2, m.k(x) + 1, m.v(x) * 3)),
+        [(16, 16)],
+        2,
+        "",
+    ),
     "a bias elsewhere": (lambda: elsewhere("k.bias"), [], 3, ""),
     "a weight elsewhere": (lambda: elsewhere("k.weight"), [], 3, ""),
     "written in the graph": (lambda: Three(after_a_write), ALL, 3, SHARED),
     "views": (lambda: Three(views), ALL, 1, ""),
-    "no such view": (lambda: Three(lambda m, x: (m.q(x).view(-1, 8) * 2, m.k(x) + 1, m.v(x) * 3)), ALL, 3, "fails with the new strides"),
-    "a copy": (lambda: Three(lambda m, x: (m.q(x).reshape(-1, 8) * 2, m.k(x) + 1, m.v(x) * 3)), ALL, 3, "would copy it"),
+    "no such view": (
+        lambda: Three(lambda m, x: (m.q(x).view(-1, 8) * 2, m.k(x) + 1, m.v(x) * 3)),
+        ALL,
+        3,
+        "fails with the new strides",
+    ),
+    "a copy": (
+        lambda: Three(lambda m, x: (m.q(x).reshape(-1, 8) * 2, m.k(x) + 1, m.v(x) * 3)),
+        ALL,
+        3,
+        "would copy it",
+    ),
     "returned": (lambda: Three(lambda m, x: (m.q(x), m.k(x) + 1, m.v(x) * 3)), ALL, 3, "returned"),
-    "a view returned": (lambda: Three(lambda m, x: (m.q(x).unflatten(-1, (-1, 8)).mT, m.k(x), m.v(x) * 3)), ALL, 3, "returned"),
+    "a view returned": (
+        lambda: Three(lambda m, x: (m.q(x).unflatten(-1, (-1, 8)).mT, m.k(x), m.v(x) * 3)),
+        ALL,
+        3,
+        "returned",
+    ),
 }
 
 
@@ -155,7 +181,10 @@ def test_an_input_written_in_between(name):
 @torch.enable_grad()
 def test_gradients(of):
     """Those of weights keep them apart."""
-    model, x = Three().requires_grad_(of == "weights"), torch.randn(3, K, requires_grad=of == "inputs")
+    model, x = (
+        Three().requires_grad_(of == "weights"),
+        torch.randn(3, K, requires_grad=of == "inputs"),
+    )
     backend, compiled = agree(model, x, grad=True)
     leaves = [x] if of == "inputs" else [*model.parameters()]
     grads = [torch.autograd.grad(sum(t.sum() for t in run(x)), leaves) for run in (compiled, model)]
@@ -170,11 +199,17 @@ def test_autocast(inside):
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
             return use_all(m, x)
 
-    model, x, backend = Three(body if inside else use_all), torch.randn(3, K), Passing(merge_linears_pass)
+    model, x, backend = (
+        Three(body if inside else use_all),
+        torch.randn(3, K),
+        Passing(merge_linears_pass),
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         got, want = torch.compile(model, backend=backend)(x), model(x)
     assert {t.dtype for t in (*got, *want)} == {torch.bfloat16}
-    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)  # one rounding of another order of sums
+    torch.testing.assert_close(
+        got, want, rtol=2**-7, atol=2**-7
+    )  # one rounding of another order of sums
     [[found]] = backend.found
     assert bool(found.refusal) == inside
 
@@ -191,7 +226,9 @@ MOVES = {
     "bias": lambda m: setattr(m.v.bias, "data", torch.randn(16)),
     "parameter": lambda m: setattr(m.q, "weight", nn.Parameter(torch.randn(32, K))),
     "module": lambda m: setattr(m, "k", nn.Linear(K, 16)),
-    "assign": lambda m: m.load_state_dict({name: t.clone() for name, t in m.state_dict().items()}, assign=True),
+    "assign": lambda m: m.load_state_dict(
+        {name: t.clone() for name, t in m.state_dict().items()}, assign=True
+    ),
     "unpack": lambda m: m.packed.unpack(),
     "float32 and back": lambda m: m.double().float(),
     "values": lambda m: m.load_state_dict(Three().state_dict()),
@@ -216,7 +253,11 @@ def joined(m, x):
 
 def test_layers_share_their_code():
     """Also where a weight of one of them moves later."""
-    layers, x, backend = nn.ModuleList(Three(joined) for _ in range(12)), torch.randn(3, K), Passing(merge_linears_pass)
+    layers, x, backend = (
+        nn.ModuleList(Three(joined) for _ in range(12)),
+        torch.randn(3, K),
+        Passing(merge_linears_pass),
+    )
     attnops.compile_layers(nn.ModuleDict({"layers": layers}), backend=backend)
     for linears in ([1], [1, 3]):
         for layer in layers:
@@ -247,7 +288,8 @@ def test_nothing_is_done_where_nothing_can_be_guarded():
 
 
 def products():
-    """Matrix products only, which Inductor compiles in no time. The group begins within the memory."""
+    """Matrix products only, which Inductor compiles in no time. The group begins within the
+    memory."""
     return Three(lambda m, x: m.k(x).mT @ m.v(x))
 
 
@@ -257,7 +299,10 @@ def test_inductor_reads_the_weights_in_place():
     with torch._inductor.config.patch(fx_graph_cache=False):
         got, code = compiled_code(lambda: compiled(x))
         close(got, model(x))
-        assert code.count("extern_kernels.addmm(reinterpret_tensor(arg") == 1 and code.count("extern_kernels.mm(") == 1
+        assert (
+            code.count("extern_kernels.addmm(reinterpret_tensor(arg") == 1
+            and code.count("extern_kernels.mm(") == 1
+        )
         assert "cpp_fused" not in code and "clone" not in code  # nothing but the two products
         model.v.weight.data = torch.randn(16, K)
         close(compiled(x), model(x))
@@ -281,11 +326,12 @@ for packed, fused in ((0, 1), (1, 1), (1, 0), (0, 1), (1, 1)):
     with torch.no_grad():
         close(torch.compile(model, options=options)(x), model(x))
     print(int(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0), end=" ")
-"""
+"""  # noqa: E501
 
 
 def test_caches_tell_fused_from_unfused(tmp_path):
-    """In turn: weights apart, fused, together and not fused: all new. Then the first two again, which are found."""
+    """In turn: weights apart, fused, together and not fused: all new. Then the first two again,
+    which are found."""
     printed = ready_process(CACHES, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
     assert printed.strip().splitlines()[-1].split() == ["0", "0", "0", "1", "1"]
 
@@ -302,6 +348,7 @@ def looks(layers):
 
 
 def test_every_layer_adds_as_much():
-    """Merging linears of a model of many layers takes as long as there are layers, and not as long as their square."""
+    """Merging linears of a model of many layers takes as long as there are layers, and not as long
+    as their square."""
     few, more, many = (looks(layers) for layers in (1, 3, 5))
     assert many - more == more - few

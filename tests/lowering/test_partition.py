@@ -1,7 +1,8 @@
-"""A kernel that may not be captured splits the graph around its call, by its own tag and not the op's.
+"""A kernel that may not be captured splits the graph around its call, by its own tag and not the
+op's.
 
-Stock Inductor partitions CUDA graphs only; on CPU every node is its own reason to split. Telling the scheduler that its nodes are
-GPU nodes makes the partitions of a CPU graph those of a GPU graph.
+Stock Inductor partitions CUDA graphs only; on CPU every node is its own reason to split. Telling
+the scheduler that its nodes are GPU nodes makes the partitions of a CPU graph those of a GPU graph.
 """
 
 import re
@@ -30,7 +31,9 @@ def _partitioned(monkeypatch):
         inductor_utils.set_customized_partition_wrappers(None)
 
 
-@pytest.mark.parametrize(("kernel", "count"), [(boundary(), 3), pytest.param("sdpa", 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kernel", "count"), [(boundary(), 3), pytest.param("sdpa", 1, marks=pytest.mark.full)]
+)
 def test_an_uncapturable_kernel_splits_the_graph(kernel, count):
     """By the kernel's tag."""
     with attnops.use(kernel=kernel):
@@ -38,7 +41,9 @@ def test_an_uncapturable_kernel_splits_the_graph(kernel, count):
     assert kernel_calls(code) == [f"paged_attention.{kernel}"] * 2
     assert len(set(re.findall(r"def (partition_\d+)", code))) == count
     packet, unsafe = torch.ops.attnops.paged_attention, torch.Tag.cudagraph_unsafe
-    assert (unsafe in getattr(packet, kernel).tags) is (count > 1) and unsafe not in packet.default.tags
+    assert (unsafe in getattr(packet, kernel).tags) is (
+        count > 1
+    ) and unsafe not in packet.default.tags
 
 
 def test_requests_are_counted_between_graphs():
@@ -47,7 +52,9 @@ def test_requests_are_counted_between_graphs():
     def model(x, where):
         starts = request_starts(where == 0)
         x = x.sin()
-        return attnops.varlen_attention(x, x, x, starts, starts, max_seqlen_q=6, max_seqlen_k=6, causal=True).cos()
+        return attnops.varlen_attention(
+            x, x, x, starts, starts, max_seqlen_q=6, max_seqlen_k=6, causal=True
+        ).cos()
 
     x, where = torch.randn(6, 2, 8), torch.tensor([[0, 1, 2, 0, 1, 0]])
     graphs, _, between = code_of(model, x, where).partition("class Runner")

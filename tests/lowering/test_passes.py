@@ -1,4 +1,5 @@
-"""Each pass has a file of its name, and the package's docstring lists them in the order in which they run."""
+"""Each pass has a file of its name, and the package's docstring lists them in the order in which
+they run."""
 
 import re
 from types import SimpleNamespace

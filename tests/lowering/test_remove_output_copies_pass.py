@@ -1,4 +1,5 @@
-"""Which copies into an output are taken out of a graph that is lowered in place: those that nothing else can tell from none."""
+"""Which copies into an output are taken out of a graph that is lowered in place: those that nothing
+else can tell from none."""
 
 import pytest
 import torch
@@ -35,7 +36,10 @@ def an_output_that_is_read(x, out):
     return y
 
 
-@pytest.mark.parametrize("run", [whole, an_input, another_dtype, read_elsewhere, part_of_a_tensor, an_output_that_is_read])
+@pytest.mark.parametrize(
+    "run",
+    [whole, an_input, another_dtype, read_elsewhere, part_of_a_tensor, an_output_that_is_read],
+)
 @pytest.mark.parametrize("memory", ["empty", "written", "of other strides"])
 def test_a_copy_is_taken_unless_it_counts(run, memory, monkeypatch):
     monkeypatch.setattr(outputs, "_is_empty", lambda box: memory != "written")
@@ -43,5 +47,9 @@ def test_a_copy_is_taken_unless_it_counts(run, memory, monkeypatch):
     graph = make_fx(run, tracing_mode="fake")(torch.randn(3, 4), output).graph
     found = outputs.remove_output_copies_pass(graph, ["x", "out"])
     taken = run is whole and memory == "empty"
-    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)) == (not taken)
-    assert [(output, result.target) for output, result in found] == [("out", torch.ops.aten.mul.Tensor)] * taken
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)) == (
+        not taken
+    )
+    assert [(output, result.target) for output, result in found] == [
+        ("out", torch.ops.aten.mul.Tensor)
+    ] * taken

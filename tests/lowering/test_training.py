@@ -1,4 +1,5 @@
-"""Compiled training steps: the kernels of both graphs, what is saved between them, checkpoints and compiled autograd."""
+"""Compiled training steps: the kernels of both graphs, what is saved between them, checkpoints and
+compiled autograd."""
 
 import re
 from functools import partial
@@ -9,7 +10,11 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import attnops
 from tests.adapters.helpers import Calls
@@ -30,7 +35,9 @@ class Packed(nn.Module):
         q, k, v = self.qkv(x.flatten(0, 1)).view(-1, 3 * HQ, D).split(HQ, 1)
         cu = torch.arange(BATCH + 1, dtype=torch.int32) * TOKENS
         longest = {"max_seqlen_q": TOKENS, "max_seqlen_k": TOKENS}
-        out = attnops.varlen_attention(q, k, v, cu, cu, **longest, causal=True, window=(7, -1), softcap=5.0, sinks=self.sinks)
+        out = attnops.varlen_attention(
+            q, k, v, cu, cu, **longest, causal=True, window=(7, -1), softcap=5.0, sinks=self.sinks
+        )
         return x + out.view(x.shape)
 
 
@@ -55,18 +62,28 @@ KERNELS = {Dense: ("attention", "aten_flash"), Packed: ("varlen_attention", "ref
 def test_both_graphs_name_their_kernels(make, dynamic):
     model, x = make(), inputs()
     want = gradients(model, model, x)
-    got, code = compiled_code(lambda: gradients(model, torch.compile(model, fullgraph=True, dynamic=dynamic), x))
+    got, code = compiled_code(
+        lambda: gradients(model, torch.compile(model, fullgraph=True, dynamic=dynamic), x)
+    )
     op, kernel = KERNELS[make]
     assert kernel_calls(code) == [f"{op}.{kernel}", f"{op}_backward.{kernel}"]
     torch.testing.assert_close(got, want)
     if make is Dense and not dynamic:
-        # Nothing that Inductor generates runs between a product and the kernel, which reads slices of it, and the gradient, as they are.
-        launches = re.findall(r"^ +(?:\w+ = )?(?:torch\.ops\.attnops\.(\w+)\.|(cpp_fused\w+)\(|(extern_kernels\.\w+)\()", code, re.M)
+        # Nothing that Inductor generates runs between a product and the kernel, which reads slices
+        # of it, and the gradient, as they are.
+        launches = re.findall(
+            r"^ +(?:\w+ = "
+            r")?(?:torch\.ops\.attnops\.(\w+)\.|(cpp_fused\w+)\(|(extern_kernels\.\w+)\()",
+            code,
+            re.M,
+        )
         order = ["".join(found) for found in launches]
         assert order.index("extern_kernels.addmm") + 1 == order.index("attention"), order
         before = order[order.index("attention") + 1 : order.index("attention_backward")]
         # After the forward: the residual. Before the backward: the gradient of the loss.
-        assert len(before) <= 2 and not any(re.search("clone|copy|cat|contiguous|permute", name) for name in before), before
+        assert len(before) <= 2 and not any(
+            re.search("clone|copy|cat|contiguous|permute", name) for name in before
+        ), before
 
 
 @pytest.mark.parametrize("make", [Dense, Packed])
@@ -79,14 +96,20 @@ def test_output_and_lse_are_saved_and_no_mask(make):
         return graph.forward
 
     backend = aot_autograd(
-        fw_compiler=forward, bw_compiler=lambda graph, given: graph.forward, partition_fn=min_cut_rematerialization_partition
+        fw_compiler=forward,
+        bw_compiler=lambda graph, given: graph.forward,
+        partition_fn=min_cut_rematerialization_partition,
     )
     model, x = make(), inputs()
     want = gradients(model, model, x)
-    torch.testing.assert_close(gradients(model, torch.compile(model, fullgraph=True, backend=backend), x), want)
+    torch.testing.assert_close(
+        gradients(model, torch.compile(model, fullgraph=True, backend=backend), x), want
+    )
     tokens = (BATCH, TOKENS) if make is Dense else (BATCH * TOKENS,)
     assert saved.count((*tokens, HQ)) == 1 and saved.count((*tokens, HQ, D)) >= 1, saved
-    quadratic = [shape for shape in saved if shape.count(TOKENS) > 1 or shape.count(BATCH * TOKENS) > 1]
+    quadratic = [
+        shape for shape in saved if shape.count(TOKENS) > 1 or shape.count(BATCH * TOKENS) > 1
+    ]
     assert not quadratic, "a mask or the logits"
 
 
@@ -114,7 +137,10 @@ def test_checkpoints(selective, compiled):
         with Calls() as calls:
             got = gradients(layers, run, x)
         names = [name.removeprefix("attnops::") for name in calls.names]
-    assert names.count("attention") == (2 if selective else 4) and names.count("attention_backward") == 2, names
+    assert (
+        names.count("attention") == (2 if selective else 4)
+        and names.count("attention_backward") == 2
+    ), names
     torch.testing.assert_close(got, gradients(layers, lambda x: layers[1](layers[0](x)), x))
 
 

@@ -1,4 +1,5 @@
-"""What Inductor is known to compile wrongly must not stand in the torch ops that kernels are lowered to in place."""
+"""What Inductor is known to compile wrongly must not stand in the torch ops that kernels are
+lowered to in place."""
 
 import pytest
 import torch
@@ -8,16 +9,32 @@ from attnops.core.kernel import all_kernels
 from attnops.core.tensors import rows_of
 from attnops.testing import CASES
 
-VIEWS = ("slice", "select", "view", "alias", "as_strided", "_unsafe_view", "expand", "squeeze", "unsqueeze", "narrow")
-INLINE = [pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.inline and k.core is None]
+VIEWS = (
+    "slice",
+    "select",
+    "view",
+    "alias",
+    "as_strided",
+    "_unsafe_view",
+    "expand",
+    "squeeze",
+    "unsqueeze",
+    "narrow",
+)
+INLINE = [
+    pytest.param(k, id=f"{k.op}.{k.name}") for k in all_kernels() if k.inline and k.core is None
+]
 
 
 def searched_views(function, *args):
-    """Names of the nodes that a searchsorted or bucketize of the traced function looks through, where they are views."""
+    """Names of the nodes that a searchsorted or bucketize of the traced function looks through,
+    where they are views."""
     graph = make_fx(function, tracing_mode="fake")(*args).graph
     found = []
     for node in graph.nodes:
-        if node.op == "call_function" and any(n in str(node.target) for n in ("searchsorted", "bucketize")):
+        if node.op == "call_function" and any(
+            n in str(node.target) for n in ("searchsorted", "bucketize")
+        ):
             bounds = node.args[1 if "bucketize" in str(node.target) else 0]
             if bounds.op == "call_function" and str(bounds.target).split(".")[1] in VIEWS:
                 found.append(str(bounds))
@@ -25,12 +42,15 @@ def searched_views(function, *args):
 
 
 def test_a_view_is_seen():
-    assert searched_views(lambda x, at: torch.searchsorted(x[1:], at), torch.arange(4), torch.arange(3)) == ["slice_1"]
+    assert searched_views(
+        lambda x, at: torch.searchsorted(x[1:], at), torch.arange(4), torch.arange(3)
+    ) == ["slice_1"]
 
 
 @pytest.mark.parametrize("kernel", INLINE)
 def test_nothing_is_searched_in_a_view(kernel):
-    """Inductor of torch 2.11 forgets a view's storage offset on CUDA, and rows go to the request before."""
+    """Inductor of torch 2.11 forgets a view's storage offset on CUDA, and rows go to the request
+    before."""
     case = next((c for c in CASES[kernel.op] if not kernel.refusals(c.call().problem)), None)
     if case is None:
         pytest.skip(f"{kernel.name} takes no case here")

@@ -1,4 +1,5 @@
-"""Every op that writes, on every kind of view, compiled: the memory behind holds what eager leaves there, or the call is refused."""
+"""Every op that writes, on every kind of view, compiled: the memory behind holds what eager leaves
+there, or the call is refused."""
 
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def bits(x):
 
 
 class Kind(NamedTuple):
-    """place: copies a tensor into other memory. view: finds it there. dims: the fewest that the tensor has."""
+    """place: copies a tensor into other memory. view: finds it there. dims: the fewest that the
+    tensor has."""
 
     place: Callable[[Tensor], Tensor]
     view: Callable[[Tensor], Tensor]
@@ -47,7 +49,9 @@ KINDS = {
     "middle dim": Kind(lambda x: torch.cat([x, x], -2), lambda m: m.chunk(2, -2)[1], 2),
     "last dim": Kind(lambda x: torch.cat([x, x], -1), lambda m: m.chunk(2, -1)[1]),
     "transpose": Kind(lambda x: x.transpose(0, 1).contiguous(), lambda m: m.transpose(0, 1), 2),
-    "transposed index": Kind(lambda x: beside(x.transpose(0, 1), 0), lambda m: m[1].transpose(0, 1), 2),
+    "transposed index": Kind(
+        lambda x: beside(x.transpose(0, 1), 0), lambda m: m[1].transpose(0, 1), 2
+    ),
 }
 
 
@@ -80,7 +84,8 @@ def memory_of(call):
 
 
 def write_in_all(call, memory, within, policy):
-    """Make the call once for each kind of view. within: are views made here, or is it given them?"""
+    """Make the call once for each kind of view. within: are views made here, or is it given
+    them?"""
     op = OPS[call.op]
     for kind, given in memory.items():
         views = views_of(kind, given) if within else given
@@ -98,8 +103,14 @@ def test_what_eager_leaves_in_memory_is_what_compiled_code_leaves(way, dynamic, 
     for run in (write_in_all, torch.compile(write_in_all, fullgraph=True, dynamic=dynamic)):
         memory = memory_of(call)
         if way == WAYS[0]:
-            memory = {kind: {n: late(m) for n, m in given.items()} for kind, given in memory.items()}
-        given = {kind: views_of(kind, each) for kind, each in memory.items()} if way == WAYS[2] else memory
+            memory = {
+                kind: {n: late(m) for n, m in given.items()} for kind, given in memory.items()
+            }
+        given = (
+            {kind: views_of(kind, each) for kind, each in memory.items()}
+            if way == WAYS[2]
+            else memory
+        )
         run(call, given, way != WAYS[2], f"kernel={op}:reference")
         left.append(memory)
     want, got = left
@@ -108,7 +119,7 @@ def test_what_eager_leaves_in_memory_is_what_compiled_code_leaves(way, dynamic, 
             assert torch.equal(bits(got[kind][name]), bits(exact)), f"{name} as a view: {kind}"
 
 
-# Views of another dtype ------------------------------------------------------------------------------------------------
+# Views of another dtype ---------------------------------------------------------------------------
 
 BF16 = torch.bfloat16
 
@@ -152,7 +163,8 @@ REFUSED = of_parts_of_memory_that_is_written, of_what_is_detached
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("run", [*RIGHT, *REFUSED], ids=lambda run: run.__name__)
 def test_pages_may_be_views_of_another_dtype(run, dynamic):
-    """On a CPU, where the write would be lowered to torch's index_put, which Inductor compiles wrongly on such memory."""
+    """On a CPU, where the write would be lowered to torch's index_put, which Inductor compiles
+    wrongly on such memory."""
     rows = *torch.randn(2, 6, 2, 16).to(BF16), torch.randperm(20)[:6]
     want, got = (torch.zeros(2, 5, 4, 2, 16, dtype=torch.int16) for _ in range(2))
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
@@ -164,12 +176,19 @@ def test_pages_may_be_views_of_another_dtype(run, dynamic):
             compiled(rows, got)
         error = find(caught.value)
         # From torch 2.15 on the compiler refuses such a view itself, whatever op it is given to.
-        said = "detached or of another dtype" if error else "realized as its own buffer; clone the base"
-        assert said in str(error or caught.value) and getattr(error, "field", "k_pages") in ("k_pages", "v_pages")
+        said = (
+            "detached or of another dtype"
+            if error
+            else "realized as its own buffer; clone the base"
+        )
+        assert said in str(error or caught.value) and getattr(error, "field", "k_pages") in (
+            "k_pages",
+            "v_pages",
+        )
     assert torch.equal(got, want)
 
 
-# AOTInductor -----------------------------------------------------------------------------------------------------------
+# AOTInductor --------------------------------------------------------------------------------------
 
 
 class Writes(torch.nn.Module):
@@ -195,8 +214,12 @@ torch.save(memories, found)
 
 
 def memories_of(calls, kind, times):
-    """By call, the memory that its views are in, so many times as long, in the middle of a storage."""
-    return [{n: late(KINDS[kind].place(torch.cat([call.arguments[n]] * times))) for n in call.mutated} for call in calls]
+    """By call, the memory that its views are in, so many times as long, in the middle of a
+    storage."""
+    return [
+        {n: late(KINDS[kind].place(torch.cat([call.arguments[n]] * times))) for n in call.mutated}
+        for call in calls
+    ]
 
 
 @pytest.mark.full
@@ -205,7 +228,10 @@ def memories_of(calls, kind, times):
 def test_a_package_of_aot_inductor_writes_where_eager_does(tmp_path, kind):
     """Loaded by another process, with memory of another length than that of the export."""
     calls = [case_of(op) for op in ("write_kv", "copy_kv")]
-    model, package, given, found = Writes(calls, kind), *(str(tmp_path / name) for name in ("writes.pt2", "given.pt", "found.pt"))
+    model, package, given, found = (
+        Writes(calls, kind),
+        *(str(tmp_path / name) for name in ("writes.pt2", "given.pt", "found.pt")),
+    )
     once, want = (memories_of(calls, kind, times) for times in (1, 3))
     shapes = ([{n: (Dim.AUTO,) * m.dim() for n, m in memory.items()} for memory in once],)
     torch.save(want, given)

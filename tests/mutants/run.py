@@ -12,8 +12,9 @@ Usage, from the root of the repository:
 
     python tests/mutants/run.py [--only TEXT] [--before COMMIT]
 
-`--only` runs the mutants whose list, file or new text contains TEXT. `--before` takes the tests of another commit, which shows
-that a mutant died there as well. The script works in a copy of the tracked files. It ends with 1 if a mutant lived.
+`--only` runs the mutants whose list, file or new text contains TEXT. `--before` takes the tests of
+another commit, which shows that a mutant died there as well. The script works in a copy of the
+tracked files. It ends with 1 if a mutant lived.
 """
 
 import argparse
@@ -51,7 +52,10 @@ class Mutant:
             return f"{self.file} is not there"
         count = path.read_text().count(self.was)
         if count != 1:
-            return f"{self.was!r} stands {count} times in {self.file}; a mutant needs a text that stands there once"
+            return (
+                f"{self.was!r} stands {count} times in {self.file}; a mutant needs a text "
+                "that stands there once"
+            )
         missing = [t for t in self.tests if not (root / t.split("::")[0]).exists()]
         if missing:
             return f"its tests are not there: {missing}"
@@ -63,37 +67,65 @@ def read_all(folder: Path = HERE) -> list[Mutant]:
     mutants = []
     for path in sorted(folder.glob("*.toml")):
         for entry in tomllib.loads(path.read_text())["mutant"]:
-            mutants.append(Mutant(path.stem, entry["file"], entry["was"], entry["now"], tuple(entry["tests"])))
+            mutants.append(
+                Mutant(path.stem, entry["file"], entry["was"], entry["now"], tuple(entry["tests"]))
+            )
     return mutants
 
 
 def copy_tree(to: Path, tests_of: str | None) -> None:
-    """Copy the tracked files (and new ones that git does not ignore) to `to`, with the tests of another commit if one is named."""
+    """Copy the tracked files (and new ones that git does not ignore) to `to`, with the tests of
+    another commit if one is named."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
+    for name in subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0"):
         source = ROOT / name
         if name and os.path.lexists(source):
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, to / name, follow_symlinks=False)
     if tests_of is not None:
         shutil.rmtree(to / "tests")
-        archive = subprocess.run(["git", "archive", tests_of, "tests"], cwd=ROOT, capture_output=True, check=True)
+        archive = subprocess.run(
+            ["git", "archive", tests_of, "tests"], cwd=ROOT, capture_output=True, check=True
+        )
         subprocess.run(["tar", "-x"], cwd=to, input=archive.stdout, check=True)
 
 
 def run_one(mutant: Mutant, root: Path, home: Path) -> str:
-    """Apply a mutant, run its tests, take it back. Returns "died", "LIVED" or why no test decided."""
+    """Apply a mutant, run its tests, take it back. Returns "died", "LIVED" or why no test
+    decided."""
     problem = mutant.problem(root)
     if problem is not None:
         return problem
     path = root / mutant.file
     text = path.read_text()
-    environment = dict(os.environ, PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
-    environment.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_CACHE_DIR=str(home), TRITON_CACHE_DIR=str(home))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "tests.progress", "--part", *mutant.tests]
+    environment = dict(
+        os.environ, PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1"
+    )
+    environment.update(
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TORCHINDUCTOR_CACHE_DIR=str(home),
+        TRITON_CACHE_DIR=str(home),
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.progress",
+        "--part",
+        *mutant.tests,
+    ]
     path.write_text(text.replace(mutant.was, mutant.now))
     try:
-        ran = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        ran = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return f"no result after {LIMIT_S} s"
     finally:
@@ -108,8 +140,15 @@ def run_one(mutant: Mutant, root: Path, home: Path) -> str:
 
 def main() -> int:
     """Run the mutants asked for and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="the mutants whose list, file or new text contains TEXT")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="the mutants whose list, file or new text contains TEXT",
+    )
     parser.add_argument("--before", metavar="COMMIT", help="take the tests of this commit")
     given = parser.parse_args()
     mutants = [m for m in read_all() if any(given.only in text for text in (m.area, m.file, m.now))]
@@ -122,7 +161,10 @@ def main() -> int:
             begun = time.monotonic()
             result = run_one(mutant, root, Path(folder) / "caches")
             results.append(result)
-            print(f"{result}  {mutant.file}: {mutant.now!r}  ({time.monotonic() - begun:.0f} s)", flush=True)
+            print(
+                f"{result}  {mutant.file}: {mutant.now!r}  ({time.monotonic() - begun:.0f} s)",
+                flush=True,
+            )
     print(f"{results.count('died')} of {len(mutants)} mutants died")
     return int(results.count("died") != len(mutants) or not mutants)
 

@@ -57,22 +57,41 @@ SIZES: dict[str, dict[str, int]] = {
 """Sizes by the names of the records' layouts, in place of or beside those that most ops have."""
 
 NUMBERS: dict[str, Any] = {
-    "scale": 0.3, "max_seqlen_q": 2, "max_seqlen_k": 3, "num_tokens": 3, "page_size": 2,
-    "num_pages": 4, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8,
-    "dtype": "float32", "kv_dtype": "float32",
-}  # fmt: skip
+    "scale": 0.3,
+    "max_seqlen_q": 2,
+    "max_seqlen_k": 3,
+    "num_tokens": 3,
+    "page_size": 2,
+    "num_pages": 4,
+    "q_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "v_head_dim": 8,
+    "dtype": "float32",
+    "kv_dtype": "float32",
+}
 """Arguments that are no tensors and have no default."""
 
 SIZE = 4
 """Of a letter that is in none of these tables."""
 
 DATA = {
-    "cu_seqlens": i(0, 1, 3), "cu_seqlens_q": i(0, 1, 3), "cu_seqlens_k": i(0, 2, 5),
-    "seq_lens": i(2, 3), "lengths": i(1, 2), "q_lens": i(2, 70), "k_lens": i(3, 90),
-    "slots": i(1, 6, -1), "source": i(0, -1, 5), "target": i(1, 2, 3), "positions": i(0, 1, 8),
-    "indices": i(0, -1, 7, 3, -1, -1), "page_table": i(0, 1, 2, 3),
-    "top_k_index": i(0, 3, 1, 2, 3, 0), "block_count": i(1, 1, 1, 1, 1, 1, 1, 1),
-}  # fmt: skip
+    "cu_seqlens": i(0, 1, 3),
+    "cu_seqlens_q": i(0, 1, 3),
+    "cu_seqlens_k": i(0, 2, 5),
+    "seq_lens": i(2, 3),
+    "lengths": i(1, 2),
+    "q_lens": i(2, 70),
+    "k_lens": i(3, 90),
+    "slots": i(1, 6, -1),
+    "source": i(0, -1, 5),
+    "target": i(1, 2, 3),
+    "positions": i(0, 1, 8),
+    "indices": i(0, -1, 7, 3, -1, -1),
+    "page_table": i(0, 1, 2, 3),
+    "top_k_index": i(0, 3, 1, 2, 3, 0),
+    "block_count": i(1, 1, 1, 1, 1, 1, 1, 1),
+}
 """Integers that are not all 0, as many as a call in order has room for, or more."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -97,7 +116,9 @@ def sizes_of(op: str) -> dict[str, Any]:
     """The sizes of the call that is in order, by name, and its numbers."""
     spec = OPS[op].spec
     letters = (size.text for a in spec.args for size in a.layout if size.text.isidentifier())
-    defaults = dict.fromkeys(letters, SIZE) | {a.name: a.default for a in spec.args if a.default is not REQUIRED}
+    defaults = dict.fromkeys(letters, SIZE) | {
+        a.name: a.default for a in spec.args if a.default is not REQUIRED
+    }
     own = SIZES.get(op.removesuffix("_backward"), {})
     return defaults | REQUESTS | PAGES | NUMBERS | own | OPTIONS.get(op, {})
 

@@ -1,4 +1,5 @@
-"""Kernels begin to build what a call will wait for, before it: from calls on fake tensors, from traces, and from a cache of pages."""
+"""Kernels begin to build what a call will wait for, before it: from calls on fake tensors, from
+traces, and from a cache of pages."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +27,10 @@ def calls(monkeypatch):
     """The calls that CPU kernels of pages are told of before."""
     told = []
     for op in OPS_OF_PAGES:
-        kernels = {name: replace(kernel, ahead=lambda call: told.append(call)) for name, kernel in kernels_of(op).items()}
+        kernels = {
+            name: replace(kernel, ahead=lambda call: told.append(call))
+            for name, kernel in kernels_of(op).items()
+        }
         monkeypatch.setitem(_REGISTRY.kernels, op, kernels)
     attnops.core.kernel.renew()
     yield told
@@ -73,14 +77,22 @@ def test_a_trace_tells_of_sizes_by_their_hints_and_of_equal_calls_once(calls):
             write_kv(key, value, k_pages, v_pages, slots)
         query = torch.cat([key, key], 1)
         ends = torch.arange(key.shape[0] + 1, dtype=torch.int32)
-        table, lengths = slots[:, None].to(torch.int32) % 6, torch.ones_like(slots, dtype=torch.int32)
+        table, lengths = (
+            slots[:, None].to(torch.int32) % 6,
+            torch.ones_like(slots, dtype=torch.int32),
+        )
         return paged_attention(query, k_pages, v_pages, table, lengths, ends, max_seqlen_q=1)
 
     with torch.no_grad():
         torch.compile(step, backend=lambda gm, _: split(gm).module, dynamic=True)(*given(rows=5))
     assert [call.spec.op for call in calls] == ["write_kv", "paged_attention"]
     for call in calls:
-        assert call[0].shape[0] == 5 and all(type(n) is int for t in call if isinstance(t, torch.Tensor) for n in (*t.shape, *t.stride()))
+        assert call[0].shape[0] == 5 and all(
+            type(n) is int
+            for t in call
+            if isinstance(t, torch.Tensor)
+            for n in (*t.shape, *t.stride())
+        )
 
 
 @pytest.mark.parametrize("window", [0, 8], ids=["whole", "window"])
@@ -109,7 +121,9 @@ def test_the_first_steps_of_new_pages(calls, rows, prompt, window):
 
 def test_each_kind_of_steps_begins_once_over_the_same_pages(monkeypatch):
     spec, told = paged_layers(4, 2, 16, 0, torch.float32, 16), []
-    pages = SimpleNamespace(sizes=Sizes(8, 64, (spec,), torch.device("cuda"), None, fixed=True), begun=set())
+    pages = SimpleNamespace(
+        sizes=Sizes(8, 64, (spec,), torch.device("cuda"), None, fixed=True), begun=set()
+    )
 
     def step(cache, rows, count):
         told.append((rows, count))

@@ -1,4 +1,5 @@
-"""Autocast ends at an op: results, gradients and dtypes are those of the call without it, on every way to a kernel."""
+"""Autocast ends at an op: results, gradients and dtypes are those of the call without it, on every
+way to a kernel."""
 
 from functools import partial
 from itertools import islice
@@ -18,7 +19,9 @@ from attnops.testing.calls import equip
 from attnops.testing.check import refusals
 from tests.checks import results, runs_here, those
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*flex_attention called without torch.compile:UserWarning"
+)
 
 DIFFERENTIABLE = {"attention": {}, "varlen_attention": {"max_seqlen_q": 7, "max_seqlen_k": 7}}
 STARTS = torch.tensor([0, 7, 12], dtype=torch.int32)
@@ -30,15 +33,23 @@ def autocast(enabled=True):
 
 
 def singles(kernel):
-    """Calls with float32 numbers that the kernel takes, those with many options and with none first."""
-    cases = sorted(CASES[kernel.op], key=lambda c: not {"all", "plain", "lse"} & set(c.label.split("_")))
+    """Calls with float32 numbers that the kernel takes, those with many options and with none
+    first."""
+    cases = sorted(
+        CASES[kernel.op], key=lambda c: not {"all", "plain", "lse"} & set(c.label.split("_"))
+    )
     calls = (c.call() for c in cases)
-    wide = (c for c in calls if any(t.dtype == torch.float32 and t.numel() for t in c.tensors().values()))
+    wide = (
+        c
+        for c in calls
+        if any(t.dtype == torch.float32 and t.numel() for t in c.tensors().values())
+    )
     return list(islice((equip(kernel, c) for c in wide if not refusals(kernel, c)), TRIED))
 
 
 def ways(kernel):
-    """The ways to a kernel: an eager call of the op, its overload from the dispatcher, and the overload as compiled code calls it."""
+    """The ways to a kernel: an eager call of the op, its overload from the dispatcher, and the
+    overload as compiled code calls it."""
     op = OPS[kernel.op]
     overload = getattr(op.packet, kernel.name)
 
@@ -74,7 +85,10 @@ def test_no_kernel_sees_it(kernel):
 
 def inputs(grad=True):
     torch.manual_seed(0)
-    return [torch.randn(*lead, heads, 16).requires_grad_(grad) for lead, heads in (((2, 6), 4), ((2, 6), 2), ((2, 6), 2))]
+    return [
+        torch.randn(*lead, heads, 16).requires_grad_(grad)
+        for lead, heads in (((2, 6), 4), ((2, 6), 2), ((2, 6), 2))
+    ]
 
 
 def attend(op, kernel=None):
@@ -91,11 +105,15 @@ def attend(op, kernel=None):
 
 def pairs(op):
     """Kernels of `op` with a log-sum-exp, which a gradient wants, and of its gradient."""
-    kernels, gradients = ([k for k in kernels_of(name).values() if runs_here(k)] for name in (op, f"{op}_backward"))
+    kernels, gradients = (
+        [k for k in kernels_of(name).values() if runs_here(k)] for name in (op, f"{op}_backward")
+    )
     return [(op, k.name, g.name) for k in kernels if "return_lse" in k.takes for g in gradients]
 
 
-@pytest.mark.parametrize(("op", "kernel", "gradient"), [pair for op in DIFFERENTIABLE for pair in pairs(op)])
+@pytest.mark.parametrize(
+    ("op", "kernel", "gradient"), [pair for op in DIFFERENTIABLE for pair in pairs(op)]
+)
 def test_gradients_are_those_without_it(op, kernel, gradient):
     """Whether the backward runs within autocast or after it; the dispatcher's way, too."""
 
@@ -117,7 +135,8 @@ def test_gradients_are_those_without_it(op, kernel, gradient):
 
 @pytest.mark.parametrize("asked", [private_torch._publicly_autocasting, lambda: True])
 def test_switched_off_by_public_torch(asked, monkeypatch):
-    """As where torch has moved its own switch, or asks for a device that the public one does not know."""
+    """As where torch has moved its own switch, or asks for a device that the public one does not
+    know."""
     run, given = attend("attention", "reference"), inputs(False)
     want = run(*given)
     for module in (eager_cache, op_module):

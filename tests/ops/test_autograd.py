@@ -1,6 +1,7 @@
 """Gradients by autograd, against autograd of the plain formula in every dtype.
 
-tests/ops/test_random_gradients.py asks every kernel of a gradient for every feature; here are the ways to it.
+tests/ops/test_random_gradients.py asks every kernel of a gradient for every feature; here are the
+ways to it.
 """
 
 from typing import Any
@@ -34,14 +35,24 @@ def leaves(call, names=LEAVES):
 
     def change(n, t):
         t = t.nan_to_num(neginf=-1.0) if n == "mask" and t.dtype != torch.bool else t
-        return t.detach().clone().requires_grad_(n in names and t.is_floating_point() and not (n == "mask" and call.op != "attention"))
+        return (
+            t.detach()
+            .clone()
+            .requires_grad_(
+                n in names
+                and t.is_floating_point()
+                and not (n == "mask" and call.op != "attention")
+            )
+        )
 
     return call.map(change)
 
 
 def outputs_of(call):
     """(the op's output and lse, the tensors that require a gradient)."""
-    results = getattr(torch.ops.attnops, call.op).default(*call.args, **call.kwargs, policy=active_policy())
+    results = getattr(torch.ops.attnops, call.op).default(
+        *call.args, **call.kwargs, policy=active_policy()
+    )
     return results, {n: t for n, t in call.tensors().items() if t.requires_grad}
 
 
@@ -59,14 +70,16 @@ GRADED = {
     "bias_of_heads": dense(Features(**SMALL, mask="additive", mask_shape="h")),
     "bool": dense(Features(**SMALL, mask="bool")),
     "tall": dense(Features(**SMALL, causal=True), (1, 4, 2)),
-    "ranges": make_call("attention", Source(5), 2, 2, 5, ALL, kv_start=(1, 0), kv_end=(5, 3), index=torch.int32),
+    "ranges": make_call(
+        "attention", Source(5), 2, 2, 5, ALL, kv_start=(1, 0), kv_end=(5, 3), index=torch.int32
+    ),
     "packed": packed(ALL),
     "packed_plain": packed(Features(**SMALL)),
     "fewer_keys": packed(ALL, ((3, 2), (1, 0))),
 }
 
 
-# The plain formula, differentiated by torch ---------------------------------------------------------------------------
+# The plain formula, differentiated by torch -------------------------------------------------------
 
 
 def loss(output, lse):
@@ -78,7 +91,11 @@ def loss(output, lse):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("with_lse", [True, False], ids=["lse", "output"])
 @pytest.mark.parametrize("case", GRADED)
-@pytest.mark.parametrize(("dtype", "rtol"), [(F64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [(F64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
+    ids=str,
+)
 def test_gradients_equal_autograd_of_the_formula(dtype, rtol, case, with_lse):
     call = clean(GRADED[case].map(lambda n, t: t.to(dtype) if t.dtype == F64 else t))
     call = leaves(call.with_(return_lse=True))
@@ -91,10 +108,12 @@ def test_gradients_equal_autograd_of_the_formula(dtype, rtol, case, with_lse):
         torch.testing.assert_close(got, want, rtol=rtol, atol=rtol * (1 + float(want.abs().max())))
 
 
-# Which gradients there are --------------------------------------------------------------------------------------------
+# Which gradients there are ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [("query",), ("mask",), ("query", "mask"), ("key", "sinks")], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [("query",), ("mask",), ("query", "mask"), ("key", "sinks")], ids="-".join
+)
 def test_only_what_is_asked_for(names):
     call = dense(Features(**SMALL, sinks=F64, mask="additive", mask_shape="b"))
     found = []
@@ -111,9 +130,17 @@ def test_lse_alone_and_output_alone():
     out, lse = attnops.attention(q, k, v, return_lse=True)
     gq, gk, gv = grad(lse.sum(), (q, k, v), retain_graph=True)
     assert (gv == 0).all()
-    want = grad(formula(Call("attention", {"query": q, "key": k, "value": v, "scale": 0.5, "causal": False}))[1].sum(), (q, k))
+    want = grad(
+        formula(
+            Call("attention", {"query": q, "key": k, "value": v, "scale": 0.5, "causal": False})
+        )[1].sum(),
+        (q, k),
+    )
     torch.testing.assert_close((gq, gk), want)
-    torch.testing.assert_close(grad(out.sum(), (q, k, v)), grad(attnops.attention(q, k, v, return_lse=False).sum(), (q, k, v)))
+    torch.testing.assert_close(
+        grad(out.sum(), (q, k, v)),
+        grad(attnops.attention(q, k, v, return_lse=False).sum(), (q, k, v)),
+    )
 
 
 def test_no_graph_without_grad_mode():
@@ -137,21 +164,27 @@ def test_inputs_in_any_layout_get_gradients_of_their_shape():
     torch.testing.assert_close(got, want)
 
 
-# Merges ---------------------------------------------------------------------------------------------------------------
+# Merges -------------------------------------------------------------------------------------------
 
 MERGES = {
-    "merge_state": lambda outputs, lses: attnops.merge_state(outputs[:, 0], lses[:, 0], outputs[:, 1], lses[:, 1]),
+    "merge_state": lambda outputs, lses: attnops.merge_state(
+        outputs[:, 0], lses[:, 0], outputs[:, 1], lses[:, 1]
+    ),
     "merge_states": attnops.ops.merge_states,
 }
 
 
 def parts(op, empty=0.0, lse=-INF):
-    """Outputs in float64 and lses of the parts of a merge. Empty ones hold NaN, and the lse that is given."""
+    """Outputs in float64 and lses of the parts of a merge. Empty ones hold NaN, and the lse that is
+    given."""
     source, shape = Source(7), (5, 2 if op == "merge_state" else 4, 2)
     hidden = source.chance(*shape, p=empty)
     hidden[0] = empty > 0
     outputs, lses = source.normal(*shape, 3, dtype=F64), source.normal(*shape)
-    outputs, lses = outputs.masked_fill(hidden[..., None], float("nan")), lses.masked_fill(hidden, lse)
+    outputs, lses = (
+        outputs.masked_fill(hidden[..., None], float("nan")),
+        lses.masked_fill(hidden, lse),
+    )
     return outputs.requires_grad_(), lses.requires_grad_()
 
 
@@ -167,13 +200,20 @@ def test_gradients_of_a_merge(op):
 
     def derivatives(merge):
         first = grad(loss(*merge(*given)), given, create_graph=True)
-        alone = grad(merge(*given)[1].double().sum(), given, allow_unused=True, materialize_grads=True)
+        alone = grad(
+            merge(*given)[1].double().sum(), given, allow_unused=True, materialize_grads=True
+        )
         return *first, *alone, grad(first[0].square().sum(), given[1])[0]
 
     torch.testing.assert_close(derivatives(run), derivatives(exactly_merged), atol=2e-6, rtol=2e-6)
     for one in range(2):
         only = [x.detach().requires_grad_(i == one) for i, x in enumerate(given)]
-        torch.testing.assert_close(grad(loss(*run(*only)), only[one])[0], derivatives(exactly_merged)[one], atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(
+            grad(loss(*run(*only)), only[one])[0],
+            derivatives(exactly_merged)[one],
+            atol=2e-6,
+            rtol=2e-6,
+        )
     plain = tuple(x.detach() for x in given)
     found = func.grad(lambda *x: loss(*run(*x)), (0, 1))(*plain)
     torch.testing.assert_close(found, derivatives(run)[:2])
@@ -191,7 +231,7 @@ def test_empty_parts_of_a_merge_have_gradient_zero(op, lse):
         assert (g[hidden] == 0).all() and (g[~hidden] != 0).any() and torch.isfinite(g).all()
 
 
-# torch.func, and forward mode -----------------------------------------------------------------------------------------
+# torch.func, and forward mode ---------------------------------------------------------------------
 
 
 def differentiable():
@@ -200,7 +240,12 @@ def differentiable():
     cu = torch.tensor([0, 3], dtype=torch.int32)
     return {
         "attention": (lambda q: attnops.attention(q, k, v, causal=True), q),
-        "varlen_attention": (lambda q: attnops.varlen_attention(q[0], k[0], v[0], cu, cu, max_seqlen_q=3, max_seqlen_k=3), q),
+        "varlen_attention": (
+            lambda q: attnops.varlen_attention(
+                q[0], k[0], v[0], cu, cu, max_seqlen_q=3, max_seqlen_k=3
+            ),
+            q,
+        ),
     }
 
 
@@ -229,7 +274,9 @@ def test_torch_func_in_reverse(name):
     torch.testing.assert_close(func.grad(number)(q), want)
     torch.testing.assert_close(func.vjp(number, q)[1](torch.ones((), dtype=F64))[0], want)
     torch.testing.assert_close(func.jacrev(number)(q), want)
-    torch.testing.assert_close(func.vmap(func.grad(number))(torch.stack([q, q])), torch.stack([want, want]))
+    torch.testing.assert_close(
+        func.vmap(func.grad(number))(torch.stack([q, q])), torch.stack([want, want])
+    )
     torch.testing.assert_close(func.vmap(f)(torch.stack([q, q])), torch.stack([f(q), f(q)]))
 
 
@@ -237,7 +284,9 @@ def test_torch_func_in_reverse(name):
 @pytest.mark.parametrize("name", differentiable())
 def test_gradients_of_a_batch(name, likeness, monkeypatch):
     """Also after a gradient of one output, whose kernel is remembered."""
-    monkeypatch.setattr(eager_cache, "_TensorGuards", None if likeness else eager_cache._TensorGuards)
+    monkeypatch.setattr(
+        eager_cache, "_TensorGuards", None if likeness else eager_cache._TensorGuards
+    )
     for op in OPS.values():
         monkeypatch.setattr(op, "seen", {})
     f, q = differentiable()[name]
@@ -246,14 +295,20 @@ def test_gradients_of_a_batch(name, likeness, monkeypatch):
     batch = torch.randn(3, *output.shape, dtype=F64)
     want = torch.stack([grad(output, leaf, one, retain_graph=True)[0] for one in batch])
     torch.testing.assert_close(grad(output, leaf, batch, is_grads_batched=True)[0], want)
-    both = [torch.autograd.functional.jacobian(lambda q: f(q).sum(-1), q, vectorize=vectorize) for vectorize in (True, False)]
+    both = [
+        torch.autograd.functional.jacobian(lambda q: f(q).sum(-1), q, vectorize=vectorize)
+        for vectorize in (True, False)
+    ]
     torch.testing.assert_close(*both)
 
 
 @pytest.mark.parametrize("name", differentiable())
 def test_forward_mode_is_refused(name):
     f, q = differentiable()[name]
-    refused = pytest.raises(NoGradient, match=r"attention: got a forward-mode tangent on query, want none .*vjp, grad or jacrev")
+    refused = pytest.raises(
+        NoGradient,
+        match=r"attention: got a forward-mode tangent on query, want none .*vjp, grad or jacrev",
+    )
     for run in (lambda: func.jvp(f, (q,), (torch.ones_like(q),)), lambda: func.jacfwd(f)(q)):
         with refused:
             run()
@@ -281,15 +336,20 @@ def test_an_op_without_gradient_refuses_torch_func(op, mode):
 
 
 def without_gradient():
-    """Calls of ops that have a gradient, but none of these: others are in tests/ops/test_bad_inputs.py."""
+    """Calls of ops that have a gradient, but none of these: others are in
+    tests/ops/test_bad_inputs.py."""
     x, mask = torch.zeros(2, 2, 4, requires_grad=True), torch.zeros(2, 2, requires_grad=True)
     low, one = torch.zeros(1, 2, 2, 4, dtype=torch.int8), torch.ones(1)
     packs = {"max_seqlen_q": 2, "max_seqlen_k": 2}
     cu = torch.tensor([0, 2], dtype=torch.int32)
     return {
         "quantised": lambda: attnops.attention(x[None], low, low, k_scale=one, v_scale=one),
-        "scales": lambda: attnops.attention(x.detach()[None], low, low, k_scale=one.requires_grad_(), v_scale=torch.ones(1)),
-        "packed_quantised": lambda: attnops.varlen_attention(x, low[0], low[0], cu, cu, **packs, k_scale=one, v_scale=one),
+        "scales": lambda: attnops.attention(
+            x.detach()[None], low, low, k_scale=one.requires_grad_(), v_scale=torch.ones(1)
+        ),
+        "packed_quantised": lambda: attnops.varlen_attention(
+            x, low[0], low[0], cu, cu, **packs, k_scale=one, v_scale=one
+        ),
         "packed_mask": lambda: attnops.varlen_attention(x, x, x, cu, cu, **packs, mask=mask),
     }
 

@@ -17,7 +17,14 @@ from torch.nn.attention.bias import causal_lower_right
 
 from attnops.core.arguments import REQUIRED, Arg
 from attnops.core.checks import name as dtype_name
-from attnops.core.errors import AttnopsError, InvalidInput, NoGradient, NoKernel, UnknownKernel, find
+from attnops.core.errors import (
+    AttnopsError,
+    InvalidInput,
+    NoGradient,
+    NoKernel,
+    UnknownKernel,
+    find,
+)
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target
 from attnops.ops import OPS
@@ -76,20 +83,7 @@ def refuses(bad: Bad, public: bool = True, others: Mapping[str, Any] | None = No
 
 # What records say ---------------------------------------------------------------------------------
 
-DTYPES = (
-    torch.bool,
-    U8,
-    INT8,
-    I32,
-    I64,
-    E4M3,
-    E5M2,
-    F16,
-    BF16,
-    F32,
-    F64,
-    torch.complex64,
-)
+DTYPES = (torch.bool, U8, INT8, I32, I64, E4M3, E5M2, F16, BF16, F32, F64, torch.complex64)
 OWN_DIMS = {("attention", "mask"), *(("linear", name) for name in ("x", "residual", "output"))}
 OWN_DIMS |= {("experts", "gate_up"), ("mxfp4_experts", "gate_up"), ("mxfp4_experts", "down")}
 """Tensors of which public functions take other numbers of dims, or name the dims in other words."""
@@ -249,7 +243,9 @@ def test_what_the_docs_do_not_show_of_a_record():
     assert {a.name for op in OPS for a in OPS[op].spec.args if a.any_device} == {"plan"}
 
 
-@pytest.mark.parametrize(("op", "letter"), [(op, letter) for op in LEAST for letter in LEAST[op].split()])
+@pytest.mark.parametrize(
+    ("op", "letter"), [(op, letter) for op in LEAST for letter in LEAST[op].split()]
+)
 def test_a_size_below_the_least_is_refused(op, letter):
     bound = OPS[op].spec.least[letter]
     few = int(bound.split()[1]) - 1
@@ -269,10 +265,25 @@ def test_a_kernel_that_is_none_is_refused(op):
 
 @pytest.mark.parametrize(
     ("op", "kernel"),
-    [(op, k.name) for op in FUNCTIONS if is_public(op, "kernel") for k in kernels_of(op).values() if k.absences(Target())],
+    [
+        (op, k.name)
+        for op in FUNCTIONS
+        if is_public(op, "kernel")
+        for k in kernels_of(op).values()
+        if k.absences(Target())
+    ],
 )
 def test_a_kernel_of_another_machine_is_refused(op, kernel):
-    refuses(Bad(op, {"kernel": kernel}, "kernel", f"not {kernel}:", f"{kernel!r} was asked for", NoKernel))
+    refuses(
+        Bad(
+            op,
+            {"kernel": kernel},
+            "kernel",
+            f"not {kernel}:",
+            f"{kernel!r} was asked for",
+            NoKernel,
+        )
+    )
 
 
 # What no record says ------------------------------------------------------------------------------
@@ -282,41 +293,62 @@ FOUR_BITS = {"gate_up": f(4, 128, 16, dtype=U8), "gate_up_scales": f(4, 128, 1, 
 
 UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
     "attention": [
-        ({"query": f(2, 3, 4, 8, dtype=BF16)},
-         "key.dtype: got float32, want bfloat16 (the query's)"),
-        ({"key": f(2, 5, 3, 8), "value": f(2, 5, 3, 6)},
-         "query.shape[2]: got 4, want a multiple of the key's 3"),
-        ({"query": f(2, 3, 4, 0), "key": f(2, 5, 2, 0), "scale": 1.0},
-         "query.shape[3]: got 0, want >= 1"),
-        ({"query": f(2, 3, 4, 8).to(E4M3)},
-         "q_scale: got None, want a scale, because the query is float8"),
+        (
+            {"query": f(2, 3, 4, 8, dtype=BF16)},
+            "key.dtype: got float32, want bfloat16 (the query's)",
+        ),
+        (
+            {"key": f(2, 5, 3, 8), "value": f(2, 5, 3, 6)},
+            "query.shape[2]: got 4, want a multiple of the key's 3",
+        ),
+        (
+            {"query": f(2, 3, 4, 0), "key": f(2, 5, 2, 0), "scale": 1.0},
+            "query.shape[3]: got 0, want >= 1",
+        ),
+        (
+            {"query": f(2, 3, 4, 8).to(E4M3)},
+            "q_scale: got None, want a scale, because the query is float8",
+        ),
         ({"q_scale": f(1)}, "q_scale: got a tensor, want None, because the query is float32"),
         ({"window": 4}, "window: got 4, want (left, right)"),
         ({"window": (1.5, 0)}, "window_left: got 1.5, want a value of type int"),
-        ({"window": (-(2**63) - 1, 0)},
-         "window_left: got 64 bits, want >= -1 that fits into 64 bits"),
+        (
+            {"window": (-(2**63) - 1, 0)},
+            "window_left: got 64 bits, want >= -1 that fits into 64 bits",
+        ),
         ({"scale": 10**400}, "scale: got 1329 bits, want fits into 64 bits"),
         ({"mask": f(5)}, "mask: got (5,), want [1 | B, 1 | Hq, 1 | S, K]"),
         ({"mask": f(4, 5)}, "mask.shape[2]: got 4, want 1 or 3"),
-        ({"mask": f(2, 5)},
-         "mask: got shape (2, 5), want of a mask [B, K] give mask[:, None, None]"),
+        (
+            {"mask": f(2, 5)},
+            "mask: got shape (2, 5), want of a mask [B, K] give mask[:, None, None]",
+        ),
         ({"mask": max}, "mask: got builtin, want torch.nn.attention.flex_attention"),
-        ({"mask": causal_lower_right(4, 5)},
-         "mask: got a CausalBias of 4 queries and 5 keys, want 3 queries and 5 keys"),
+        (
+            {"mask": causal_lower_right(4, 5)},
+            "mask: got a CausalBias of 4 queries and 5 keys, want 3 queries and 5 keys",
+        ),
         ({"kernel": "scatter"}, "kernel: got 'scatter', want reference", UnknownKernel),
-        ({"kernel": "sdpa", "softcap": 1.0, "sinks": f(4)},
-         "softcap: got softcap=True, want sinks=True", NoKernel),
+        (
+            {"kernel": "sdpa", "softcap": 1.0, "sinks": f(4)},
+            "softcap: got softcap=True, want sinks=True",
+            NoKernel,
+        ),
     ],
     "paged_attention": [
         ({"query": f(3, 4, 8).to(E4M3)}, "output.dtype: got float32, want bfloat16"),
     ],
     "write_kv": [
-        ({"key": f(3, 2, 8, dtype=BF16), "value": f(3, 2, 6, dtype=BF16)},
-         "k_pages.dtype: got float32, want bfloat16"),
+        (
+            {"key": f(3, 2, 8, dtype=BF16), "value": f(3, 2, 6, dtype=BF16)},
+            "k_pages.dtype: got float32, want bfloat16",
+        ),
     ],
     "decode_attention": [
-        ({"query": f(2, 3, 8), "output": f(2, 3, 8)},
-         "query.shape[1]: got 3, want a multiple of the key's 2"),
+        (
+            {"query": f(2, 3, 8), "output": f(2, 3, 8)},
+            "query.shape[1]: got 3, want a multiple of the key's 2",
+        ),
         ({"sin": None}, "cos, sin: got one of them, want both, or neither"),
         ({"cos": None}, "cos: got None, want a tensor, because sin is one"),
         ({"cos": f(2, 8)}, "sin.shape[1]: got 4, want 8, as cos.shape[1]"),
@@ -324,15 +356,20 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
     ],
     "varlen_attention": [
         ({"mask": causal_lower_right(3, 5)}, "mask: got a CausalBias, want a plain tensor"),
-        ({"kernel": "sdpa", "return_lse": True},
-         "lse: got lse=True, want 'sdpa' was asked for", NoKernel),
+        (
+            {"kernel": "sdpa", "return_lse": True},
+            "lse: got lse=True, want 'sdpa' was asked for",
+            NoKernel,
+        ),
     ],
     "decode_rows": [
         ({"float8": True}, "float8: got True, want False without q_heads"),
     ],
     "vertical_slash_indexes": [
-        ({"slash_counts": i(1, 1, 1, 1)},
-         "vertical_counts, slash_counts: got one of them, want both or neither"),
+        (
+            {"slash_counts": i(1, 1, 1, 1)},
+            "vertical_counts, slash_counts: got one of them, want both or neither",
+        ),
     ],
     "vertical_slash_attention": [
         ({"indexes": 3}, "indexes: got int, want the four tensors"),
@@ -350,54 +387,94 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
     ],
     "mla_attention": [
         ({"mask": "causal"}, "mask: got str, want a tensor, bool or additive"),
-        ({"latent_pages": f(4, 2, 8, dtype=BF16)},
-         "latent_pages.dtype: got bfloat16, want float32 | float8"),
+        (
+            {"latent_pages": f(4, 2, 8, dtype=BF16)},
+            "latent_pages.dtype: got bfloat16, want float32 | float8",
+        ),
     ],
     "write_latent": [
-        ({"latent_pages": f(4, 2, 8).to(E4M3)},
-         "kv_scale: got None, want because the latents are float8"),
-        ({"latent": f(3, 6).to(E4M3), "k_pe": f(3, 2).to(E4M3)},
-         "latent_pages.dtype: got float32, want float8_e4m3fn, as the latents"),
-        ({"latent": f(3, 6).to(INT8), "k_pe": f(3, 2).to(INT8), "kv_scale": f(1),
-          "latent_pages": f(4, 2, 8).to(INT8)},
-         "kv_scale: got a tensor, want None, because the latents are int8 already"),
+        (
+            {"latent_pages": f(4, 2, 8).to(E4M3)},
+            "kv_scale: got None, want because the latents are float8",
+        ),
+        (
+            {"latent": f(3, 6).to(E4M3), "k_pe": f(3, 2).to(E4M3)},
+            "latent_pages.dtype: got float32, want float8_e4m3fn, as the latents",
+        ),
+        (
+            {
+                "latent": f(3, 6).to(INT8),
+                "k_pe": f(3, 2).to(INT8),
+                "kv_scale": f(1),
+                "latent_pages": f(4, 2, 8).to(INT8),
+            },
+            "kv_scale: got a tensor, want None, because the latents are int8 already",
+        ),
     ],
     "rope_quantize_latent": [
-        ({"q_pe": f(3, 4, 3), "k_pe": f(3, 3), "cos_sin": f(9, 3)},
-         "q_pe.shape[2]: got 3, want even"),
+        (
+            {"q_pe": f(3, 4, 3), "k_pe": f(3, 3), "cos_sin": f(9, 3)},
+            "q_pe.shape[2]: got 3, want even",
+        ),
         ({"q_scale": 0.0}, "q_scale: got 0.0, want a finite number > 0"),
     ],
     "sparse_mla_attention": [
-        ({"latent_pages": PACKED[..., :130]},
-         "latent_pages.shape[2]: got 130, want 136 (bytes of a packed latent)"),
-        ({"latent_pages": f(4, 2, 130, dtype=BF16)},
-         "latent_pages.dtype: got bfloat16, want float32 | float8_e4m3fn"),
-        ({"latent_pages": PACKED, "kv_scale": f(1)},
-         "kv_scale: got a tensor, want None, because packed pages hold their own"),
-        ({"latent_pages": PACKED, "q_nope": f(3, 4, 16), "output": f(3, 4, 16)},
-         "q_nope.shape[2]: got 16, want a multiple of 128"),
+        (
+            {"latent_pages": PACKED[..., :130]},
+            "latent_pages.shape[2]: got 130, want 136 (bytes of a packed latent)",
+        ),
+        (
+            {"latent_pages": f(4, 2, 130, dtype=BF16)},
+            "latent_pages.dtype: got bfloat16, want float32 | float8_e4m3fn",
+        ),
+        (
+            {"latent_pages": PACKED, "kv_scale": f(1)},
+            "kv_scale: got a tensor, want None, because packed pages hold their own",
+        ),
+        (
+            {"latent_pages": PACKED, "q_nope": f(3, 4, 16), "output": f(3, 4, 16)},
+            "q_nope.shape[2]: got 16, want a multiple of 128",
+        ),
     ],
     "write_latent_packed": [
-        ({"latent": f(3, 100)},
-         "latent.shape[1]: got 100, want a multiple of 128 (pages are packed)"),
+        (
+            {"latent": f(3, 100)},
+            "latent.shape[1]: got 100, want a multiple of 128 (pages are packed)",
+        ),
     ],
     "experts": [
         ({"gate_up": f(10, 8)}, "gate_up: got (10, 8), want [E, 2 Inner, In]"),
-        ({"top_k_index": f(3, 5, dtype=I32), "top_k_weights": f(3, 5)},
-         "top_k_index.shape[1]: got 5, want <= 4"),
-        ({"top_k_index": torch.tensor([[0, 4]] * 3)},
-         "top_k_index: got 4, want 0 to 3, the experts of gate_up"),
-        ({"top_k_index": torch.tensor([[0, 1], [-1, 2], [0, 1]])},
-         "top_k_index: got -1, want 0 to 3, the experts of gate_up"),
-        ({"activation": "gelu", "alpha": 1.7},
-         "alpha: got 1.7, want 1, because activation is not 'silu'"),
+        (
+            {"top_k_index": f(3, 5, dtype=I32), "top_k_weights": f(3, 5)},
+            "top_k_index.shape[1]: got 5, want <= 4",
+        ),
+        (
+            {"top_k_index": torch.tensor([[0, 4]] * 3)},
+            "top_k_index: got 4, want 0 to 3, the experts of gate_up",
+        ),
+        (
+            {"top_k_index": torch.tensor([[0, 1], [-1, 2], [0, 1]])},
+            "top_k_index: got -1, want 0 to 3, the experts of gate_up",
+        ),
+        (
+            {"activation": "gelu", "alpha": 1.7},
+            "alpha: got 1.7, want 1, because activation is not 'silu'",
+        ),
     ],
     "mxfp4_experts": [
-        ({"down": f(4, 16, 16, 2, dtype=U8)},
-         "down: got (4, 16, 16, 2), want [E, Out, Inner // 2]"),
-        ({"down": f(4, 20, 32, dtype=U8), "down_scales": f(4, 20, 2, dtype=U8), "down_bias": f(4, 20),
-          "output": f(3, 20)},
-         "down.shape[1]: got 20, want a multiple of 16"),
+        (
+            {"down": f(4, 16, 16, 2, dtype=U8)},
+            "down: got (4, 16, 16, 2), want [E, Out, Inner // 2]",
+        ),
+        (
+            {
+                "down": f(4, 20, 32, dtype=U8),
+                "down_scales": f(4, 20, 2, dtype=U8),
+                "down_bias": f(4, 20),
+                "output": f(3, 20),
+            },
+            "down.shape[1]: got 20, want a multiple of 16",
+        ),
         ({"x": f(3, 32), **FOUR_BITS}, "x.shape[1]: got 32, want a multiple of 64"),
     ],
     "route": [
@@ -417,18 +494,27 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
         ({"weight": f(7, 8)}, "weight.shape[0]: got 7, want a multiple of 2: rows of the gate"),
         ({"norm_eps": 0.0}, "norm_eps: got 0.0, want > 0, because norm_weight is given"),
         ({"norm_weight": None}, "norm_eps: got 1e-05, want 0, because norm_weight is None"),
-        ({"x": f(3, 2, 8), "output": None, "residual": f(6, 3)},
-         "residual: got shape (6, 3), want 3 dims, as x"),
-        ({"x": f(3, 2, 8), "output": None, "residual": f(2, 3, 3)},
-         "residual.shape[0]: got 2, want 3, as x"),
-        ({"x": f(3, 2, 8), "output": f(2, 3, 3).transpose(0, 1)},
-         "output.stride(): got (3, 9, 1), want one dim in memory"),
+        (
+            {"x": f(3, 2, 8), "output": None, "residual": f(6, 3)},
+            "residual: got shape (6, 3), want 3 dims, as x",
+        ),
+        (
+            {"x": f(3, 2, 8), "output": None, "residual": f(2, 3, 3)},
+            "residual.shape[0]: got 2, want 3, as x",
+        ),
+        (
+            {"x": f(3, 2, 8), "output": f(2, 3, 3).transpose(0, 1)},
+            "output.stride(): got (3, 9, 1), want one dim in memory",
+        ),
     ],
-}  # fmt: skip
-"""By function: what is changed, and parts of the error's text: its field, what was given, what is allowed."""
+}
+"""By function: what is changed, and parts of the error's text: its field, what was given, what is
+allowed."""
 
 
-def said(function: str, change: Mapping[str, Any], text: str, error: type[AttnopsError] = InvalidInput) -> Bad:
+def said(
+    function: str, change: Mapping[str, Any], text: str, error: type[AttnopsError] = InvalidInput
+) -> Bad:
     field, rest = text.split(": got ", 1)
     got, want = rest.split(", want ", 1)
     return Bad(function, change, field, got, want, error)
@@ -454,7 +540,9 @@ def test_the_good_call_is_good(op):
 # How the error comes ------------------------------------------------------------------------------
 
 
-def broken(op: str, argument: str, field: str = "", error: type[AttnopsError] = InvalidInput) -> Bad:
+def broken(
+    op: str, argument: str, field: str = "", error: type[AttnopsError] = InvalidInput
+) -> Bad:
     """The first call with a wrong tensor or float and this error. field: that of the error."""
     found = [b for b in breaks(op, OPS[op].spec[argument]) if b.error is error]
     tensors = [b for b in found if isinstance(b.change[argument], (Tensor, float))]
@@ -472,8 +560,8 @@ def floats(op: str) -> list[str]:
     return [n for n, x in found.items() if x.is_floating_point() and OPS[op].autograd is None]
 
 
-# A compiler runs the same check on fake tensors, or traces it. The user must still read the text and
-# find the error. One call of each kind. The functions that plan are never compiled.
+# A compiler runs the same check on fake tensors, or traces it. The user must still read the text
+# and find the error. One call of each kind. The functions that plan are never compiled.
 TRACED = [op for op in FUNCTIONS if not op.startswith("plan_")]
 FIELDS = ("window", "indexes", "q_scale", "softcap", "k_scale, v_scale")
 COMPILED = [

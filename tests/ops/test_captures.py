@@ -1,4 +1,5 @@
-"""Eager calls inside a CUDA graph that the user captures by hand: no kernel runs there that may not be captured."""
+"""Eager calls inside a CUDA graph that the user captures by hand: no kernel runs there that may not
+be captured."""
 
 import functools
 from dataclasses import replace
@@ -32,7 +33,8 @@ def counted(run):
 
 @pytest.fixture
 def capture(monkeypatch):
-    """Switches the capture on and off, as if the tensors lay on a GPU. `host_bound` is chosen wherever it may be."""
+    """Switches the capture on and off, as if the tensors lay on a GPU. `host_bound` is chosen
+    wherever it may be."""
     for op in OPS:
         if op in MADE:
             _REGISTRY.kernels[op][NEVER] = MADE[op]
@@ -40,7 +42,16 @@ def capture(monkeypatch):
         reference = kernels_of(op)["reference"]
 
         run = counted(reference.run)
-        MADE[op] = register(replace(reference, name=NEVER, run=run, capture=Capture.NEVER, cost_us=lambda p: 1e9, judge=False))
+        MADE[op] = register(
+            replace(
+                reference,
+                name=NEVER,
+                run=run,
+                capture=Capture.NEVER,
+                cost_us=lambda p: 1e9,
+                judge=False,
+            )
+        )
     _REGISTRY.generation += 1
     state = {"on": False}
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -60,7 +71,9 @@ def capture(monkeypatch):
 
 def call_of(op):
     call = case_of(op, "plain")
-    return lambda policy: getattr(torch.ops.attnops, op).default(*call.args, **call.kwargs, policy=policy)
+    return lambda policy: getattr(torch.ops.attnops, op).default(
+        *call.args, **call.kwargs, policy=policy
+    )
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["met outside", "met inside"])
@@ -82,7 +95,10 @@ def test_a_forced_kernel_is_refused_with_the_reason(op, capture):
             run(f"kernel={op}:{NEVER}")
             assert RAN == [NEVER]
             continue
-        with pytest.raises(NoKernel, match=rf"not {NEVER}: capture=never \(wants whole: a CUDA graph is being captured\)"):
+        with pytest.raises(
+            NoKernel,
+            match=rf"not {NEVER}: capture=never \(wants whole: a CUDA graph is being captured\)",
+        ):
             run(f"kernel={op}:{NEVER}")
 
 
@@ -118,20 +134,30 @@ def test_the_stream_is_asked_only_for_kernels_that_may_not_be_captured(capture, 
     assert not asked
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, k.name) for op in OPS for k in kernels_of(op).values() if k.capture is Capture.NEVER])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(op, k.name) for op in OPS for k in kernels_of(op).values() if k.capture is Capture.NEVER],
+)
 def test_every_such_kernel_refuses_by_the_problem(op, name):
     with pretend(Target("cuda", 90)):
         problem = case_of(op, "plain").problem
     for within in (False, True):
-        refused = select(altered(problem, capturing=within), f"kernel={op}:{name}").refused.get(name, ())
+        refused = select(altered(problem, capturing=within), f"kernel={op}:{name}").refused.get(
+            name, ()
+        )
         assert ("capture" in [r.field for r in refused]) == within
 
 
 class OfTheDevice(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: a copy of numbers of the host, and numbers that the host reads."""
+    """Refuses what a CUDA graph cannot hold: a copy of numbers of the host, and numbers that the
+    host reads."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func._schema.name not in ("aten::lift_fresh", "aten::_local_scalar_dense", "aten::nonzero"), func
+        assert func._schema.name not in (
+            "aten::lift_fresh",
+            "aten::_local_scalar_dense",
+            "aten::nonzero",
+        ), func
         return func(*args, **kwargs or {})
 
 
@@ -140,7 +166,9 @@ class OfTheDevice(TorchDispatchMode):
 def test_captured_mixtures_leave_the_host_alone(op, name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for call in [case.call() for case in CASES[op] if case.label in ("plain", "odd", "odd-all", "no_tokens")]:
+    for call in [
+        case.call() for case in CASES[op] if case.label in ("plain", "odd", "odd-all", "no_tokens")
+    ]:
         want = call.map(lambda n, t, call=call: t.clone() if n in call.writes else t)
         attnops.ops.OPS[op].reference(want.record)
         with OfTheDevice(), torch.no_grad():

@@ -1,4 +1,5 @@
-"""What `attnops.testing` sees: arguments that a kernel leaves out of account, memory that is not its own, and sums that fall short."""
+"""What `attnops.testing` sees: arguments that a kernel leaves out of account, memory that is not
+its own, and sums that fall short."""
 
 from dataclasses import replace
 
@@ -25,31 +26,50 @@ def numbered(rows):
     return [pytest.param(*row, id=f"{i}-{row[0]}-{row[1]}") for i, row in enumerate(rows)]
 
 
-# Arguments --------------------------------------------------------------------------------------------------------------
+# Arguments ----------------------------------------------------------------------------------------
 
 UNSEEN = {
     *(("linear", name) for name in ("norm_eps", "activation")),
     *((op, "lse") for op in ("attention_backward", "varlen_attention_backward")),
-    *(("decode_attention", "holes"), ("sparse_mla_attention", "topk_length"), ("vertical_slash_indexes", "slash_counts")),
+    *(
+        ("decode_attention", "holes"),
+        ("sparse_mla_attention", "topk_length"),
+        ("vertical_slash_indexes", "slash_counts"),
+    ),
 }
-"""Numbers that are small, that decide a shape, or that the reference does not read; and lists that end, or are empty, without a length."""
+"""Numbers that are small, that decide a shape, or that the reference does not read; and lists that
+end, or are empty, without a length."""
 
 
 def is_float(value):
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+    return (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+    )
 
 
 def counts(op, a):
-    if a.hint or a.written or a.name == "policy" or op.startswith("plan_") or (op, a.name) in UNSEEN:
+    if (
+        a.hint
+        or a.written
+        or a.name == "policy"
+        or op.startswith("plan_")
+        or (op, a.name) in UNSEEN
+    ):
         return False
     return a.default is not REQUIRED or is_float(CASES[op][0].call().arguments.get(a.name))
 
 
-ARGUMENTS = [pytest.param(op, a, id=f"{op}-{a.name}") for op in OPS for a in OPS[op].spec.args if counts(op, a)]
+ARGUMENTS = [
+    pytest.param(op, a, id=f"{op}-{a.name}")
+    for op in OPS
+    for a in OPS[op].spec.args
+    if counts(op, a)
+]
 
 
 def is_seen(op, a, case):
-    """Is a kernel refused that has every number of the argument a tenth larger, or does not know the argument?"""
+    """Is a kernel refused that has every number of the argument a tenth larger, or does not know
+    the argument?"""
     value = case.call().arguments.get(a.name)
     if value is None or (a.default is REQUIRED and not is_float(value)):
         return False
@@ -67,31 +87,68 @@ def test_an_argument_left_out_of_account_is_seen(op, a):
     assert any(is_seen(op, a, case) for case in CASES[op])
 
 
-# What a kernel computes with other integers, or reads where nothing is: what it changes in the call.
+# What a kernel computes with other integers, or reads where nothing is: what it changes in the
+# call.
 OTHER_CALLS = [
     ("attention", "window_left", lambda c: {"window_left": c.window_left - 1}),
     ("attention", "window_both", lambda c: {"window_right": c.window_right + 1}),
     ("attention", "chunk", lambda c: {"attention_chunk": c.attention_chunk + 1}),
     ("attention", "group_3", lambda c: {"key": c.key.flip(2), "value": c.value.flip(2)}),
-    ("attention", "range-plain", lambda c: {"value": c.value.nan_to_num(), "kv_start": None, "kv_end": None}),
-    ("paged_attention", "temperature_all", lambda c: {"query": c.query * c.temperature[:, None, None], "temperature": None}),
+    (
+        "attention",
+        "range-plain",
+        lambda c: {"value": c.value.nan_to_num(), "kv_start": None, "kv_end": None},
+    ),
+    (
+        "paged_attention",
+        "temperature_all",
+        lambda c: {"query": c.query * c.temperature[:, None, None], "temperature": None},
+    ),
     ("mla_attention", "plain", lambda c: {"causal": False}),
     ("mla_attention", "plain", lambda c: {"scale": 20**-0.5 / 1.02}),
-    ("write_latent", "plain", lambda c: {"latent": c.latent.nan_to_num(), "k_pe": c.k_pe.nan_to_num(), "slots": c.slots.clamp(min=0)}),
-    ("rope_quantize_latent", "plain", lambda c: {"positions": c.positions + 1 - (c.positions == 8).long()}),
-    ("sparse_mla_attention", "plain", lambda c: {"latent_pages": c.latent_pages.nan_to_num(), "indices": c.indices.clamp(min=0)}),
+    (
+        "write_latent",
+        "plain",
+        lambda c: {
+            "latent": c.latent.nan_to_num(),
+            "k_pe": c.k_pe.nan_to_num(),
+            "slots": c.slots.clamp(min=0),
+        },
+    ),
+    (
+        "rope_quantize_latent",
+        "plain",
+        lambda c: {"positions": c.positions + 1 - (c.positions == 8).long()},
+    ),
+    (
+        "sparse_mla_attention",
+        "plain",
+        lambda c: {"latent_pages": c.latent_pages.nan_to_num(), "indices": c.indices.clamp(min=0)},
+    ),
     (
         "sparse_mla_attention",
         "lengths",
-        lambda c: {"latent_pages": c.latent_pages.nan_to_num(), "indices": c.indices % 64, "topk_length": None},
+        lambda c: {
+            "latent_pages": c.latent_pages.nan_to_num(),
+            "indices": c.indices % 64,
+            "topk_length": None,
+        },
     ),
     ("write_latent_packed", "edge", lambda c: {"latent": c.latent.nextafter(c.latent * 2)}),
     ("decode_attention", "skipped", lambda c: {"slots": c.slots.clamp(min=0)}),
     ("decode_attention", "plain", lambda c: {"seq_lens": c.seq_lens - 1}),
     ("decode_attention", "holes", lambda c: {"page_table": c.page_table.clamp(0, 3)}),
-    ("vertical_slash_indexes", "ragged", lambda c: {"k_lens": c.k_lens - (c.k_lens > c.q_lens).int()}),
+    (
+        "vertical_slash_indexes",
+        "ragged",
+        lambda c: {"k_lens": c.k_lens - (c.k_lens > c.q_lens).int()},
+    ),
     ("vertical_slash_attention", "plain", lambda c: {"column_count": c.column_count * 0}),
-    ("vertical_slash_attention", "many_slashes", lambda c: {"block_count": (c.block_count - 1).clamp(min=0)}),
+    (
+        "vertical_slash_attention",
+        "many_slashes",
+        lambda c: {"block_count": (c.block_count - 1).clamp(min=0)},
+    ),
 ]
 
 
@@ -102,7 +159,7 @@ def test_another_call_is_seen(op, label, change):
         check_kernel(kernel, case_of(op, label))
 
 
-# Results ----------------------------------------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 def leaves_padding(c):
@@ -134,7 +191,11 @@ dense = OPS["attention"].reference
 MISTAKES = [
     ("attention", "tall-lse_causal", lambda c: (dense(c)[0], dense(c)[1].nan_to_num(neginf=-1e9))),
     ("attention", "plain", lambda c: tuple(x.half().to(x.dtype) for x in dense(c))),
-    ("attention", "plain", lambda c: (dense(c)[0].transpose(1, 2).contiguous().transpose(1, 2), c.query.new_empty(0))),
+    (
+        "attention",
+        "plain",
+        lambda c: (dense(c)[0].transpose(1, 2).contiguous().transpose(1, 2), c.query.new_empty(0)),
+    ),
     ("attention", "lse", lambda c: (dense(c)[0], dense(c)[1].double())),
     ("attention", "plain", lambda c: dense(c)[:1]),
     ("attention", "plain", scribbles),
@@ -143,7 +204,11 @@ MISTAKES = [
     ("write_kv", "plain", touches_a_slot(-1)),
     ("write_kv", "plain", touches_a_slot(1)),
     ("cu_seqlens", "ragged-int32", lambda c: torch.cumsum(c.lengths, 0).to(torch.int32)),
-    ("cu_seqlens", "ragged-int64", lambda c: torch.nn.functional.pad(torch.cumsum(c.lengths, 0), (1, 0))),
+    (
+        "cu_seqlens",
+        "ragged-int64",
+        lambda c: torch.nn.functional.pad(torch.cumsum(c.lengths, 0), (1, 0)),
+    ),
     ("route", "all", chooses_another),
 ]
 
@@ -169,10 +234,12 @@ def test_tolerance_multiplies_the_budget():
 
     with pytest.raises(Mismatch, match="allowed"):
         check_kernel(spoilt("attention", rounded), call)
-    assert check_kernel(spoilt("attention", rounded, tolerance=Tolerance(2.0**16)), call).worst < 1.0
+    assert (
+        check_kernel(spoilt("attention", rounded, tolerance=Tolerance(2.0**16)), call).worst < 1.0
+    )
 
 
-# Sums -------------------------------------------------------------------------------------------------------------------
+# Sums ---------------------------------------------------------------------------------------------
 
 
 def is_told_from(spoil, call):
@@ -184,7 +251,9 @@ def is_told_from(spoil, call):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 0.01), (torch.float16, 0.02), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.float32, 0.01), (torch.float16, 0.02), (torch.bfloat16, 0.1)]
+)
 @pytest.mark.parametrize("more", [{}, OSS], ids=["plain", "all"])
 @pytest.mark.parametrize("fault", ["dropped", "wrong", "doubled"])
 def test_one_choice_of_a_mixture_is_seen(fault, more, dtype, share):
@@ -203,7 +272,9 @@ def test_one_choice_of_a_mixture_is_seen(fault, more, dtype, share):
     is_told_from(spoil, call.with_(top_k_weights=weights))
 
 
-@pytest.mark.parametrize("more", [{}, {"norm": 0.0, "activation": "silu"}, {"bias": True, "residual": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"norm": 0.0, "activation": "silu"}, {"bias": True, "residual": True}], ids=str
+)
 def test_a_dropped_block_of_columns_is_seen(more):
     """A 32nd of a row of Llama's width, in bfloat16."""
 

@@ -1,4 +1,5 @@
-"""The reference of a decode step beside the plain formula: which keys a new token sees, around holes in its page table."""
+"""The reference of a decode step beside the plain formula: which keys a new token sees, around
+holes in its page table."""
 
 import pytest
 import torch
@@ -19,12 +20,16 @@ HOLES = {
 
 
 def by_formula(call, b):
-    """The output `[Hq, D]` of a request: the keys of its holes are hidden by a mask, and the new token's are the last."""
+    """The output `[Hq, D]` of a request: the keys of its holes are hidden by a mask, and the new
+    token's are the last."""
     t, length = call.arguments, int(call.arguments["seq_lens"][b])
     ids = t["page_table"][b][torch.arange(length - 1) // PAGE]
     there, at = (ids >= 0) & (ids < t["k_pages"].shape[0]), torch.arange(length - 1) % PAGE
     pairs = ((t["k_pages"], t["key"]), (t["v_pages"], t["value"]))
-    key, value = (torch.cat([pages[ids.clamp(0, pages.shape[0] - 1), at].nan_to_num(), new[b : b + 1]]) for pages, new in pairs)
+    key, value = (
+        torch.cat([pages[ids.clamp(0, pages.shape[0] - 1), at].nan_to_num(), new[b : b + 1]])
+        for pages, new in pairs
+    )
     mask = torch.cat([there, torch.ones(1, dtype=torch.bool)])[None, None]
     return plain(t["query"][b : b + 1], key, value, mask, None, {**t, "causal": True})[0][0]
 

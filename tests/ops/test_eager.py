@@ -1,4 +1,5 @@
-"""Eager calls like one made before skip checks and selection, and the dispatcher too, unless something else must see them."""
+"""Eager calls like one made before skip checks and selection, and the dispatcher too, unless
+something else must see them."""
 
 import sys
 from collections import Counter
@@ -26,7 +27,8 @@ from tests.ops.calls import good
 
 @pytest.fixture(autouse=True, params=["TensorGuards", "Likeness"])
 def looked(request, monkeypatch):
-    """How often each op looked at a call, checked it and chose a kernel; nothing is remembered at the start."""
+    """How often each op looked at a call, checked it and chose a kernel; nothing is remembered at
+    the start."""
     if request.param == "Likeness":
         monkeypatch.setattr(eager_cache, "_TensorGuards", None)
     elif eager_cache._TensorGuards is None:
@@ -45,7 +47,11 @@ def looked(request, monkeypatch):
 
 
 def qkv(b=2, s=3, k=5, **kw):
-    return torch.randn(b, s, 4, 8, **kw), torch.randn(b, k, 2, 8, **kw), torch.randn(b, k, 2, 8, **kw)
+    return (
+        torch.randn(b, s, 4, 8, **kw),
+        torch.randn(b, k, 2, 8, **kw),
+        torch.randn(b, k, 2, 8, **kw),
+    )
 
 
 @torch.no_grad()
@@ -159,7 +165,9 @@ def test_compiled_code_has_the_op(looked):
     with torch.no_grad():
         want = attnops.attention(q, k, v)
         attnops.attention(q, k, v)
-        got, code = compiled_code(lambda: torch.compile(lambda q: attnops.attention(q, k, v), fullgraph=True)(q))
+        got, code = compiled_code(
+            lambda: torch.compile(lambda q: attnops.attention(q, k, v), fullgraph=True)(q)
+        )
     torch.testing.assert_close(got, want)
     assert [c.partition(".")[0] for c in kernel_calls(code)] == ["attention"]
     assert looked["attention"] == 1
@@ -190,7 +198,9 @@ def test_numbers_that_the_dispatcher_converts_are_the_call_that_they_become(look
     want = attnops.attention(q, k, v, scale=1.0)
     for _ in range(3):
         assert torch.equal(attnops.attention(q, k, v, scale=1), want)
-    assert looked["attention"] <= 2  # TensorGuards tell a call from below the dispatcher from one from above
+    assert (
+        looked["attention"] <= 2
+    )  # TensorGuards tell a call from below the dispatcher from one from above
     with pytest.raises(InvalidInput, match="softcap"):
         attnops.attention(q, k, v, softcap=[1.0])
 
@@ -215,7 +225,9 @@ def python_calls(run):
     """How many functions of Python a call enters before its kernel's own."""
     entered = []
     run()
-    sys.setprofile(lambda frame, event, arg: entered.append(frame.f_code.co_name) if event == "call" else None)
+    sys.setprofile(
+        lambda frame, event, arg: entered.append(frame.f_code.co_name) if event == "call" else None
+    )
     try:
         run()
     finally:
@@ -234,7 +246,9 @@ def test_one_tensor_in_two_places_is_found_as_fast_as_two_tensors(looked, monkey
 
     monkeypatch.setattr(eager_cache, "checked", lambda op, call: stop)
     q, k, v = qkv()
-    two, one = (python_calls(lambda x=x: ATTENTION(ATTENTION.call(q, k, x, scale=1.0))) for x in (v, k))
+    two, one = (
+        python_calls(lambda x=x: ATTENTION(ATTENTION.call(q, k, x, scale=1.0))) for x in (v, k)
+    )
     assert one == two + 1 <= 9
 
 
@@ -268,9 +282,14 @@ def test_threads_share_it(looked):
 
 @torch.no_grad()
 def test_a_kernel_compiled_at_its_first_use_serves_both_ways(looked, monkeypatch):
-    """What flex compiled for a call through the dispatcher is what the direct call after it runs: autograd's keys are off in both."""
+    """What flex compiled for a call through the dispatcher is what the direct call after it runs:
+    autograd's keys are off in both."""
     graphs = []
-    kernel = torch.compile(flex_attention, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
+    kernel = torch.compile(
+        flex_attention,
+        backend=lambda graph, _: graphs.append(graph) or graph.forward,
+        dynamic=False,
+    )
     monkeypatch.setattr(flex, "_call", lambda device: kernel)
     q, k, v = (t.repeat(1, 4, 1, 4) for t in qkv())
     for _ in range(3):
@@ -278,15 +297,19 @@ def test_a_kernel_compiled_at_its_first_use_serves_both_ways(looked, monkeypatch
     assert looked["attention"] == 1 and len(graphs) == 1
 
 
-# With gradients -------------------------------------------------------------------------------------------------------
+# With gradients -----------------------------------------------------------------------------------
 
 
 def leaves(*tensors):
     return [t.clone().requires_grad_() for t in tensors]
 
 
-@pytest.mark.parametrize("features", [{}, {"return_lse": True}, {"sinks": True}, {"kernel": "reference"}], ids=str)
-def test_training_calls_like_one_before_go_straight_and_give_the_same_gradients(looked, features, monkeypatch):
+@pytest.mark.parametrize(
+    "features", [{}, {"return_lse": True}, {"sinks": True}, {"kernel": "reference"}], ids=str
+)
+def test_training_calls_like_one_before_go_straight_and_give_the_same_gradients(
+    looked, features, monkeypatch
+):
     given = leaves(*qkv(k=3), torch.randn(4))
     q, k, v, sinks = given
     more = {**features, "causal": True} | ({"sinks": sinks} if "sinks" in features else {})
@@ -303,10 +326,16 @@ def test_training_calls_like_one_before_go_straight_and_give_the_same_gradients(
     for _ in range(3):
         result = attnops.attention(q, k, v, **more)
         output, lse = result if isinstance(result, tuple) else (result, torch.zeros(()))
-        found.append(torch.autograd.grad((output.square().sum() + lse.sum()), given, allow_unused=True))
-    assert looked["attention"] == 1 and not seen, "a call is looked at once, and its gradient goes past the dispatcher"
+        found.append(
+            torch.autograd.grad((output.square().sum() + lse.sum()), given, allow_unused=True)
+        )
+    assert looked["attention"] == 1 and not seen, (
+        "a call is looked at once, and its gradient goes past the dispatcher"
+    )
     for other in found[1:]:
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        assert all(
+            a is b is None or torch.equal(a, b) for a, b in zip(found[0], other, strict=True)
+        )
 
 
 def test_who_asks_for_other_gradients_gets_them(looked):
@@ -314,8 +343,12 @@ def test_who_asks_for_other_gradients_gets_them(looked):
     for names in ((0,), (1, 2), (0, 1, 2), (0,)):
         given = [t.clone().requires_grad_(i in names) for i, t in enumerate((q, k, v))]
         for _ in range(2):
-            got = torch.autograd.grad(attnops.attention(*given, causal=True).sum(), [given[i] for i in names])
-        want = torch.autograd.grad(attnops.attention(*(all3 := leaves(q, k, v)), causal=True).sum(), all3)
+            got = torch.autograd.grad(
+                attnops.attention(*given, causal=True).sum(), [given[i] for i in names]
+            )
+        want = torch.autograd.grad(
+            attnops.attention(*(all3 := leaves(q, k, v)), causal=True).sum(), all3
+        )
         assert all(torch.allclose(g, want[i], atol=1e-6) for g, i in zip(got, names, strict=True))
     with torch.no_grad():
         assert not attnops.attention(q, k, v, causal=True).requires_grad
@@ -326,7 +359,9 @@ def test_who_asks_for_other_gradients_gets_them(looked):
 def test_a_graph_of_a_remembered_gradient_is_refused_when_differentiated():
     q, k, v = leaves(*qkv(k=3))
     for _ in range(3):
-        [first] = torch.autograd.grad(attnops.attention(q, k, v).square().sum(), [q], create_graph=True)
+        [first] = torch.autograd.grad(
+            attnops.attention(q, k, v).square().sum(), [q], create_graph=True
+        )
     with pytest.raises(NoGradient, match="attention_backward"):
         torch.autograd.grad(first.sum(), q)
 
@@ -340,17 +375,20 @@ def test_gradients_of_lse_and_of_outputs_may_take_other_kernels():
         both = torch.autograd.grad(out.sum() + lse.sum(), q)[0]
         assert not torch.allclose(alone, both)
     a, b, c = (t.detach().clone().requires_grad_() for t in (q, k, v))
-    out, lse = torch.ops.attnops.attention.default(a, b, c, scale=8**-0.5, causal=True, return_lse=True)
+    out, lse = torch.ops.attnops.attention.default(
+        a, b, c, scale=8**-0.5, causal=True, return_lse=True
+    )
     torch.testing.assert_close(both, torch.autograd.grad(out.sum() + lse.sum(), a)[0])
 
 
-# What is data alone ---------------------------------------------------------------------------------------------------
+# What is data alone -------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 def test_temperatures_are_those_of_the_call(looked, softcap):
-    """A call like one before goes straight to the kernel with its own factors; a call without any is another."""
+    """A call like one before goes straight to the kernel with its own factors; a call without any
+    is another."""
     f = Features(causal=True, softcap=softcap, scale=4.0, temperature=True)
     first = make_call("paged_attention", Source(2), (3, 1, 7), (9, 40, 7), 16, f, padding=0)
     second = first.with_(temperature=first.arguments["temperature"].flip(0) + 0.5)

@@ -1,4 +1,5 @@
-"""What the compiler is told of a result is what the kernel gives: shape, stride, dtype and device, for any layout of the inputs."""
+"""What the compiler is told of a result is what the kernel gives: shape, stride, dtype and device,
+for any layout of the inputs."""
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.ops.strategies import CALLS
 BY_DATA = {"request_starts": ["2 <= u0"]}
 """Ops whose data decide the size of a result, and what a graph asserts of it."""
 
-# Layouts: the same numbers, lying elsewhere ----------------------------------------------------------------------------
+# Layouts: the same numbers, lying elsewhere -------------------------------------------------------
 
 
 def transposed(t, i):
@@ -41,7 +42,9 @@ def offset(t, i):
 def strided(t, i):
     """Every second entry of a buffer, along one dim."""
     i = i % t.dim()
-    return torch.stack([t, t], i + 1).flatten(i, i + 1)[(slice(None),) * i + (slice(None, None, 2),)]
+    return torch.stack([t, t], i + 1).flatten(i, i + 1)[
+        (slice(None),) * i + (slice(None, None, 2),)
+    ]
 
 
 def expanded(t, i):
@@ -55,13 +58,23 @@ LAYOUTS = [lambda t, i: t, transposed, offset, strided, expanded]
 
 def raw(change, t, i):
     # float8 tensors can be copied and viewed, and little else.
-    return change(t.view(torch.uint8), i).view(t.dtype) if t.dtype.itemsize == 1 and t.dtype != torch.bool else change(t, i)
+    return (
+        change(t.view(torch.uint8), i).view(t.dtype)
+        if t.dtype.itemsize == 1 and t.dtype != torch.bool
+        else change(t, i)
+    )
 
 
 def relaid(draw, call):
     def change(name, t):
         # What a plan op writes has no gaps, by contract.
-        allowed = 1 if call.op.startswith("plan_") and name in call.mutated else 4 if name in call.mutated else len(LAYOUTS)
+        allowed = (
+            1
+            if call.op.startswith("plan_") and name in call.mutated
+            else 4
+            if name in call.mutated
+            else len(LAYOUTS)
+        )
         return raw(draw(st.sampled_from(LAYOUTS[:allowed])), t, draw(st.integers(0, 3)))
 
     return call.map(change)
@@ -74,14 +87,21 @@ def described(results):
 def run(op, name, call):
     """Every result of an overload, mutated arguments included."""
     returned = getattr(OPS[op].packet, name)(*call.args, **call.kwargs)
-    values = returned if isinstance(returned, (tuple, list)) else () if returned is None else (returned,)
+    values = (
+        returned if isinstance(returned, (tuple, list)) else () if returned is None else (returned,)
+    )
     return [*values, *(call.arguments[n] for n in call.mutated)]
 
 
 def fakes(op, call):
     """What each overload of the op says of its results, by its name."""
-    with FakeTensorMode(shape_env=ShapeEnv() if op in BY_DATA else None, static_shapes=True) as mode:
-        return {name: described(run(op, name, call.map(lambda _, t: mode.from_tensor(t)))) for name in ("default", *kernels_of(op))}
+    with FakeTensorMode(
+        shape_env=ShapeEnv() if op in BY_DATA else None, static_shapes=True
+    ) as mode:
+        return {
+            name: described(run(op, name, call.map(lambda _, t: mode.from_tensor(t))))
+            for name in ("default", *kernels_of(op))
+        }
 
 
 def same_numbers(found, other):
@@ -109,7 +129,9 @@ def test_fake_equals_real_in_any_layout(op, examples):
                 continue
             ran += 1
             found = run(op, name, other.map(lambda _, t: clone(t)))
-            assert op not in BY_DATA or (isinstance(fake[0][0][0], torch.SymInt) and found[0].shape[0] >= 2)
+            assert op not in BY_DATA or (
+                isinstance(fake[0][0][0], torch.SymInt) and found[0].shape[0] >= 2
+            )
             assert described(found)[op in BY_DATA :] == fake[op in BY_DATA :], name
             if kernel is not None and not kernel.refusals(problem):
                 same_numbers(run(op, name, call.map(lambda _, t: clone(t))), found)
@@ -118,10 +140,29 @@ def test_fake_equals_real_in_any_layout(op, examples):
     run_all()
 
 
-# Symbolic sizes -------------------------------------------------------------------------------------------------------
+# Symbolic sizes -----------------------------------------------------------------------------------
 
 # Sizes of a model, which may specialise. All others are free: tokens, batch, pages, lengths.
-FIXED = {"Half", "Hq", "H", "Hkv", "D", "Dv", "Dc", "Dr", "In", "Inner", "Out", "E", "K", "page", "numbers", "bytes", "words", "..."}
+FIXED = {
+    "Half",
+    "Hq",
+    "H",
+    "Hkv",
+    "D",
+    "Dv",
+    "Dc",
+    "Dr",
+    "In",
+    "Inner",
+    "Out",
+    "E",
+    "K",
+    "page",
+    "numbers",
+    "bytes",
+    "words",
+    "...",
+}
 
 
 def full_call(op) -> Call:
@@ -130,16 +171,23 @@ def full_call(op) -> Call:
 
 
 def symbolic(op, name, dynamic, call, device="cpu"):
-    """(results, guards the fake installed, run-time asserts it left), with the layouts' free sizes symbolic; equal names, one symbol."""
+    """(results, guards the fake installed, run-time asserts it left), with the layouts' free sizes
+    symbolic; equal names, one symbol."""
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     spec, known = OPS[op].spec, sizes_of(call.record)
-    named = {size.text for a in spec.args for size in a.layout if not size.options} | {a.name for a in spec.args if a.symbolic}
+    named = {size.text for a in spec.args for size in a.layout if not size.options} | {
+        a.name for a in spec.args if a.symbolic
+    }
     letters = sorted((named & known.keys()) - FIXED)
     # Sizes no other letter has, so that no two symbols are one by chance; none is 0 or 1.
     hints = {c: 11 + 2 * i for i, c in enumerate(letters)}
     context = StatelessSymbolicContext(dynamic_sizes=[dynamic] * len(letters))
-    sized = mode.from_tensor(torch.empty([hints[c] for c in letters]), symbolic_context=context, source=ConstantSource("sizes"))
+    sized = mode.from_tensor(
+        torch.empty([hints[c] for c in letters]),
+        symbolic_context=context,
+        source=ConstantSource("sizes"),
+    )
     size = dict(zip(letters, sized.shape, strict=True))
 
     def free(n, shape):
@@ -151,7 +199,9 @@ def symbolic(op, name, dynamic, call, device="cpu"):
 
     with mode:
         arguments = {
-            n: torch.empty(free(n, v.shape), dtype=v.dtype, device="cpu" if n == "plan" else device) if isinstance(v, torch.Tensor) else v
+            n: torch.empty(free(n, v.shape), dtype=v.dtype, device="cpu" if n == "plan" else device)
+            if isinstance(v, torch.Tensor)
+            else v
             for n, v in call.arguments.items()
         }
         arguments |= {n: size[n] for n in arguments if n in size}

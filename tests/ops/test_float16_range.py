@@ -1,4 +1,5 @@
-"""Numbers of float16 past 65,504 between the two products of experts, and before the activation of a linear layer."""
+"""Numbers of float16 past 65,504 between the two products of experts, and before the activation of
+a linear layer."""
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ SHAPES = {"plain": {}, "oss": OSS, "gelu": {"activation": "gelu"}}
 
 
 def of_experts(tokens, more):
-    """Both products overflow: gates, factors and results of either sign, and results of which two add up to 0."""
+    """Both products overflow: gates, factors and results of either sign, and results of which two
+    add up to 0."""
     call = make_call("experts", Source(1), tokens, (24, 20, 28, 4, 2), F16, **more)
     x = call.arguments["x"].sign() * 200
     gate_up = call.arguments["gate_up"].sign() * 200
@@ -51,7 +53,9 @@ def check(name, call):
 def test_experts(shape, tokens):
     call = of_experts(tokens, SHAPES[shape])
     check("aten", call)
-    assert output_of("reference", call).abs().max() < 20 * MOST * 0.01 * 0.5 * 2 * 1.01, "the sum of saturated results"
+    assert output_of("reference", call).abs().max() < 20 * MOST * 0.01 * 0.5 * 2 * 1.01, (
+        "the sum of saturated results"
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -1,4 +1,5 @@
-"""The floating-point operations that torch's counter counts for our ops, beside those that it counts for torch's own."""
+"""The floating-point operations that torch's counter counts for our ops, beside those that it
+counts for torch's own."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -50,7 +51,13 @@ def test_attention_and_its_gradient_count_as_torchs():
     assert counted(lambda: attnops.attention(q, k, v).sum().backward()) == forward + backward
     lengths = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 11)]
     rows = [x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v)]
-    packed = counted(lambda: attnops.varlen_attention(*rows, *lengths, max_seqlen_q=5, max_seqlen_k=11).sum().backward())
+    packed = counted(
+        lambda: (
+            attnops.varlen_attention(*rows, *lengths, max_seqlen_q=5, max_seqlen_k=11)
+            .sum()
+            .backward()
+        )
+    )
     assert packed == forward + backward
 
 
@@ -77,11 +84,17 @@ def capacity(call, pages) -> int:
 
 LIKE_TORCH = {
     "varlen_attention": lambda c: like_attention(c.query, c.max_seqlen_k, c.value.shape[2]),
-    "paged_attention": lambda c: like_attention(c.query, capacity(c, c.k_pages), c.v_pages.shape[3]),
-    "decode_attention": lambda c: like_attention(c.query, capacity(c, c.k_pages), c.v_pages.shape[3]),
+    "paged_attention": lambda c: like_attention(
+        c.query, capacity(c, c.k_pages), c.v_pages.shape[3]
+    ),
+    "decode_attention": lambda c: like_attention(
+        c.query, capacity(c, c.k_pages), c.v_pages.shape[3]
+    ),
     "mla_attention": lambda c: like_latents(c, capacity(c, c.latent_pages)),
     "sparse_mla_attention": lambda c: like_latents(c, c.indices.shape[1]),
-    "vertical_slash_attention": lambda c: like_attention(c.query, 64 * c.block_offset.shape[3] + c.column_index.shape[3], c.value.shape[2]),
+    "vertical_slash_attention": lambda c: like_attention(
+        c.query, 64 * c.block_offset.shape[3] + c.column_index.shape[3], c.value.shape[2]
+    ),
     "linear": lambda c: torchs_linear(c.x.shape[0], c.x.shape[1], c.weight.shape[0]),
     "experts": lambda c: like_experts(c, c.down.shape[2]),
     "mxfp4_experts": lambda c: like_experts(c, 2 * c.down.shape[2]),
@@ -103,14 +116,20 @@ q = torch.empty(1, 2, 1, 4)
 with FlopCounterMode(display=False) as counter:
     attnops.attention(q, q, q)
 print(counter.get_total_flops(), [type(f).__name__ for f in sys.meta_path if getattr(f, "name", "") == "torch.utils.flop_counter"])
-"""
+"""  # noqa: E501
     assert torch_process(code).split() == [str(2 * 2 * 2 * (4 + 4)), "[]"]
 
 
 def test_a_kernel_that_is_registered_later_leaves_the_counts():
     q = torch.empty(1, 2, 1, 4)
     before = counted(lambda: attnops.attention(q, q, q))
-    kernel = Kernel("later", "attention", lambda call: None, dtypes=(torch.float32,), cost_us=lambda problem: 1e9)
+    kernel = Kernel(
+        "later",
+        "attention",
+        lambda call: None,
+        dtypes=(torch.float32,),
+        cost_us=lambda problem: 1e9,
+    )
     register(kernel)
     try:
         assert counted(lambda: attnops.attention(q, q, q)) == before > 0
@@ -119,7 +138,8 @@ def test_a_kernel_that_is_registered_later_leaves_the_counts():
 
 
 def test_a_formula_is_found_after_the_op_got_another_hash(monkeypatch):
-    """torch hashes an op by its overloads. The new hash may lead to the op's old place by chance, until the dict grows."""
+    """torch hashes an op by its overloads. The new hash may lead to the op's old place by chance,
+    until the dict grows."""
 
     class Packet:
         value = 1

@@ -55,7 +55,9 @@ def test_an_eager_call_takes_one_launch(op, target, tokens):
         asked = problem(op, target, tokens, parts)
         assert select(asked).kernel.name == "triton"
         # The choice of a deterministic policy is one for eager and compiled calls.
-        both = {select(altered(asked, compiled=c), "deterministic").kernel.name for c in (False, True)}
+        both = {
+            select(altered(asked, compiled=c), "deterministic").kernel.name for c in (False, True)
+        }
         assert len(both) == 1
 
 

@@ -1,4 +1,5 @@
-"""Tensors that no kernel reads as they are: other layouts, meta, a pending sign. And masks of fewer dims, and lengths that lie."""
+"""Tensors that no kernel reads as they are: other layouts, meta, a pending sign. And masks of fewer
+dims, and lengths that lie."""
 
 from collections.abc import Callable
 
@@ -28,7 +29,7 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "nested": lambda t: torch.nested.nested_tensor(list(t.unbind())),
     "jagged": lambda t: torch.nested.nested_tensor(list(t.unbind()), layout=torch.jagged),
     "a class": lambda t: t.as_subclass(Tagged),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -36,7 +37,9 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore")
 def test_another_layout_is_refused_before_anything_is_written(name, kind):
     tried = 0
-    FUNCTIONS[name](**good(name))  # what is remembered of it must not be compared with tensors that have no sizes
+    FUNCTIONS[name](
+        **good(name)
+    )  # what is remembered of it must not be compared with tensors that have no sizes
     for field, value in good(name).items():
         if not isinstance(value, Tensor):
             continue
@@ -76,7 +79,7 @@ def test_a_pending_sign_is_resolved():
         torch.testing.assert_close(attnops.attention(q, k, k), want)
 
 
-# Masks ----------------------------------------------------------------------------------------------------------------
+# Masks --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(3)
@@ -89,15 +92,19 @@ def test_masks_of_fewer_dims_mean_what_they_mean_in_sdpa(shape, kind, grad):
     mask = torch.randn(shape) if kind == "additive" else torch.rand(shape) < 0.7
     if kind == "bool":
         mask[..., 0] = True
-    want = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask).transpose(1, 2)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask
+    ).transpose(1, 2)
     with torch.set_grad_enabled(grad):
         for kernel in (None, None, "reference"):
             torch.testing.assert_close(attnops.attention(q, k, v, mask=mask, kernel=kernel), want)
-    compiled = torch.compile(lambda *a: attnops.attention(*a[:3], mask=a[3]), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda *a: attnops.attention(*a[:3], mask=a[3]), fullgraph=True, backend="aot_eager"
+    )
     torch.testing.assert_close(compiled(q, k, v, mask), want)
 
 
-# Causal biases of torch ------------------------------------------------------------------------------------------------
+# Causal biases of torch ---------------------------------------------------------------------------
 
 
 def bias_attention(q, k, v, mask, kv_end=None):
@@ -113,12 +120,20 @@ def test_a_causal_bias_means_what_it_means_to_torch(make, queries, keys, how):
     q, k = (torch.randn(2, n, 4, 8, requires_grad=how == "with gradients") for n in (queries, keys))
     end = torch.tensor([keys - 2, keys]) if how == "kv_end" else None
     bias = make(queries, keys)
-    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if make is causal_lower_right else 0)
-    call = torch.compile(bias_attention, fullgraph=True, backend="aot_eager") if how == "compiled" else bias_attention
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(
+        keys - queries if make is causal_lower_right else 0
+    )
+    call = (
+        torch.compile(bias_attention, fullgraph=True, backend="aot_eager")
+        if how == "compiled"
+        else bias_attention
+    )
     got, want = call(q, k, k, bias, end), bias_attention(q, k, k, seen, end)
     torch.testing.assert_close(got, want)
     if how == "with gradients":
-        for ours, other in zip(*(torch.autograd.grad(x.square().sum(), (q, k)) for x in (got, want)), strict=True):
+        for ours, other in zip(
+            *(torch.autograd.grad(x.square().sum(), (q, k)) for x in (got, want)), strict=True
+        ):
             torch.testing.assert_close(ours, other)
     with torch.no_grad(), Calls() as calls:
         bias_attention(q, k, k, bias, end)
@@ -133,17 +148,20 @@ def test_a_compiled_call_does_not_ask_a_class_what_the_op_shall_do():
     assert isinstance(find(caught.value), InvalidInput)
 
 
-# Lengths --------------------------------------------------------------------------------------------------------------
+# Lengths ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["direct", "autograd"])
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("varlen_attention", {"max_seqlen_q": 1}), ("varlen_attention", {"max_seqlen_k": 2}), ("paged_attention", {"max_seqlen_q": 1}),
-        ("mla_attention", {"max_seqlen_q": 1}), ("vertical_slash_attention", {"max_seqlen_k": 2}),
+        ("varlen_attention", {"max_seqlen_q": 1}),
+        ("varlen_attention", {"max_seqlen_k": 2}),
+        ("paged_attention", {"max_seqlen_q": 1}),
+        ("mla_attention", {"max_seqlen_q": 1}),
+        ("vertical_slash_attention", {"max_seqlen_k": 2}),
     ],
-)  # fmt: skip
+)
 def test_a_longest_request_that_is_longer_is_seen_on_the_host(name, change, grad):
     with torch.set_grad_enabled(grad):
         for kernel in [None, *kernels_of(name)]:

@@ -1,4 +1,5 @@
-"""torch.library.opcheck on every overload of every op: the op's own dispatch, and each kernel as a compiled graph calls it."""
+"""torch.library.opcheck on every overload of every op: the op's own dispatch, and each kernel as a
+compiled graph calls it."""
 
 from functools import cache
 
@@ -16,16 +17,26 @@ from tests.ops.calls import OVERLOADS
 pytestmark = [
     pytest.mark.filterwarnings("error::DeprecationWarning:attnops"),
     pytest.mark.filterwarnings("error::FutureWarning:attnops"),
-    pytest.mark.filterwarnings("error:.*(autograd kernel|alias|requires_grad|non-leaf|not writable):UserWarning"),
+    pytest.mark.filterwarnings(
+        "error:.*(autograd kernel|alias|requires_grad|non-leaf|not writable):UserWarning"
+    ),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
     # Of torch 2.15, which looks at the gradients of all inputs.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
 ]
 
 CALLS, OF_A_KERNEL = 5, 2
-"""Calls an op is checked with, and a kernel's overload, of which check_kernel looks at schema and fake on the whole grid."""
+"""Calls an op is checked with, and a kernel's overload, of which check_kernel looks at schema and
+fake on the whole grid."""
 
-CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
+CHECKS = {
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+}
 """What opcheck runs; a version of torch that drops one shall be noticed."""
 
 BLIND = "not implemented for 'Float8"
@@ -39,7 +50,8 @@ def calls_of(name):
 
 
 def telling(cases, count):
-    """Some of the cases, which together show as many words of the labels, hence features, as possible."""
+    """Some of the cases, which together show as many words of the labels, hence features, as
+    possible."""
     left, seen, out = [*cases], set(), []
     while left and len(out) < count:
         best = max(left, key=lambda c: len(set(words(c)) - seen))
@@ -65,7 +77,8 @@ def accepts(op, name, case):
 
 @cache
 def problem_of(case):
-    """Asked for every kernel of its op, and the inputs of some cases are millions of random numbers."""
+    """Asked for every kernel of its op, and the inputs of some cases are millions of random
+    numbers."""
     return case.call().problem
 
 
@@ -85,7 +98,9 @@ def check(op, name, call):
 
 
 @pytest.mark.sweep(17)
-@pytest.mark.parametrize(("op", "name", "nth"), [(op, name, n) for op, name in OVERLOADS for n in range(calls_of(name))])
+@pytest.mark.parametrize(
+    ("op", "name", "nth"), [(op, name, n) for op, name in OVERLOADS for n in range(calls_of(name))]
+)
 def test_opcheck(op, name, nth):
     cases = accepted(op, name)
     if not cases:
@@ -96,10 +111,19 @@ def test_opcheck(op, name, nth):
     check(op, name, cases[nth].call())
 
 
-# An operator checked by opcheck may not have a view for an output of no elements, so lse is asked for.
+# An operator checked by opcheck may not have a view for an output of no elements, so lse is asked
+# for.
 GRAD_FEATURES = {
     "plain": Features(lse=True, head_dim=8),
-    "all": Features(lse=True, causal=True, window=(3, -1), softcap=2.0, sinks=torch.float32, v_head_dim=12, head_dim=8),
+    "all": Features(
+        lse=True,
+        causal=True,
+        window=(3, -1),
+        softcap=2.0,
+        sinks=torch.float32,
+        v_head_dim=12,
+        head_dim=8,
+    ),
     "mask": Features(lse=True, mask="additive", head_dim=8),
     "no_lse": Features(head_dim=8),
     "bfloat16": Features(lse=True, causal=True, dtype=torch.bfloat16, head_dim=8),
@@ -108,19 +132,31 @@ GRAD_FEATURES = {
 
 MERGES = {"merge_state": (5, 2, 4), "merge_states": (5, 3, 2, 4)}
 SQUARE = ("bfloat16",)
-"""As many queries as keys; the others have fewer. Some kernels differentiate one and not the other."""
+"""As many queries as keys; the others have fewer. Some kernels differentiate one and not the
+other."""
 
 
 def grad_call(op, name) -> Call:
     source, features, square = Source(1), GRAD_FEATURES[name], name in SQUARE
     if op in MERGES:
-        return make_call(op, source, MERGES[op], features.dtype).map(lambda _, t: t.requires_grad_())
+        return make_call(op, source, MERGES[op], features.dtype).map(
+            lambda _, t: t.requires_grad_()
+        )
     if op == "attention":
         call = make_call("attention", source, 2, 5, 5 if square else 7, features)
     else:
-        call = make_call("varlen_attention", source, (3, 2), (3, 2) if square else (4, 3), features, padding=(0, 0))
+        call = make_call(
+            "varlen_attention",
+            source,
+            (3, 2),
+            (3, 2) if square else (4, 3),
+            features,
+            padding=(0, 0),
+        )
     differentiable = ("query", "key", "value", "sinks") + (("mask",) if op == "attention" else ())
-    return call.map(lambda n, t: t.requires_grad_() if n in differentiable and t.is_floating_point() else t)
+    return call.map(
+        lambda n, t: t.requires_grad_() if n in differentiable and t.is_floating_point() else t
+    )
 
 
 @pytest.mark.sweep(17)
@@ -138,7 +174,8 @@ def test_opcheck_with_gradients(op, name, features):
 
 
 def test_the_overloads_are_the_default_and_the_kernels():
-    # In a process of its own: what tests register leaves its overloads behind, for torch has no way to take one back.
+    # In a process of its own: what tests register leaves its overloads behind, for torch has no way
+    # to take one back.
     ready_process("""
 from attnops.core.kernel import all_kernels
 from attnops.ops import OPS
@@ -148,7 +185,8 @@ assert made == {(name, "default") for name in OPS} | {(k.op, k.name) for k in al
 
 
 def test_what_a_compiler_wants_of_an_overload():
-    """A custom lowering loses the default constraint; without the tag inputs may arrive in other strides."""
+    """A custom lowering loses the default constraint; without the tag inputs may arrive in other
+    strides."""
     for op, name in OVERLOADS:
         overload, default = (getattr(OPS[op].packet, n) for n in (name, "default"))
         assert torch.Tag.needs_exact_strides in overload.tags, (op, name)

@@ -1,4 +1,5 @@
-"""Writes into pages, copies between them, and what says where a token lies, against plain Python."""
+"""Writes into pages, copies between them, and what says where a token lies, against plain
+Python."""
 
 import pytest
 import torch
@@ -18,12 +19,22 @@ PAGE = st.sampled_from([1, 2, 3, 16])
 
 
 @pytest.mark.parametrize("kernel", list(kernels_of("write_kv")))
-@pytest.mark.parametrize(("dtype", "top"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.int8, 127.0)])
+@pytest.mark.parametrize(
+    ("dtype", "top"),
+    [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.int8, 127.0)],
+)
 def test_quantised_stores_saturate(kernel, dtype, top):
     pages = torch.zeros(2, 2, 1, 2, dtype=torch.uint8).view(dtype)
     values = torch.tensor([1e30, -1e30]).reshape(1, 1, 2)
     scales = dict.fromkeys(("k_scale", "v_scale"), torch.ones(1))
-    arguments = {"key": values, "value": values, "k_pages": pages, "v_pages": pages.clone(), "slots": torch.tensor([3]), **scales}
+    arguments = {
+        "key": values,
+        "value": values,
+        "k_pages": pages,
+        "v_pages": pages.clone(),
+        "slots": torch.tensor([3]),
+        **scales,
+    }
     if refused := kernels_of("write_kv")[kernel].refusals(Call("write_kv", arguments).problem):
         pytest.skip("; ".join(map(str, refused)))
     attnops.write_kv(**arguments, kernel=kernel)
@@ -37,7 +48,9 @@ def test_written_keys_are_read_back(data):
     """slot_mapping, write_kv and paged_attention agree on where a token lies."""
     page, lens = data.draw(PAGE), data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     source, f = Source(data.draw(st.integers(0, 99))), Features(dtype=torch.float64)
-    t = make_call("paged_attention", source, lens, lens, page, f, padding=0, pages=Pages(spare=1)).arguments
+    t = make_call(
+        "paged_attention", source, lens, lens, page, f, padding=0, pages=Pages(spare=1)
+    ).arguments
     total, starts = sum(lens), t["cu_seqlens_q"]
     key, value = (source.normal(total, 2, 16, dtype=torch.float64) for _ in range(2))
     rows = ops.token_rows(starts, total)
@@ -46,10 +59,19 @@ def test_written_keys_are_read_back(data):
     pages = [torch.full_like(t[n], float("nan")) for n in ("k_pages", "v_pages")]
     attnops.write_kv(key, value, *pages, slots)
     longest = max(lens)
-    out = attnops.paged_attention(t["query"], *pages, t["page_table"], t["seq_lens"], starts, max_seqlen_q=longest)
+    out = attnops.paged_attention(
+        t["query"], *pages, t["page_table"], t["seq_lens"], starts, max_seqlen_q=longest
+    )
     want = attnops.varlen_attention(
-        t["query"], key, value, starts, starts, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
-    )  # fmt: skip
+        t["query"],
+        key,
+        value,
+        starts,
+        starts,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        causal=True,
+    )
     torch.testing.assert_close(out, want)
 
 
@@ -84,7 +106,7 @@ def test_copies(data):
         assert torch.equal(raw(x), want[n])
 
 
-# Metadata -------------------------------------------------------------------------------------------------------------
+# Metadata -----------------------------------------------------------------------------------------
 
 
 def is_row(got, want, dtype=torch.int32):
@@ -92,7 +114,13 @@ def is_row(got, want, dtype=torch.int32):
 
 
 @pytest.mark.parametrize(
-    ("rows", "want"), [([[1, 1, 0], [1, 0, 0]], [0, 1, 3, 6]), ([[1], [1]], [0, 1, 2]), ([[1, 1, 0]], [0, 1, 3, 3]), ([[]], [0, 0])]
+    ("rows", "want"),
+    [
+        ([[1, 1, 0], [1, 0, 0]], [0, 1, 3, 6]),
+        ([[1], [1]], [0, 1, 2]),
+        ([[1, 1, 0]], [0, 1, 3, 3]),
+        ([[]], [0, 0]),
+    ],
 )
 def test_request_starts(rows, want):
     """The length of a result is never that of a row, nor 1."""
@@ -119,7 +147,11 @@ def drawn_table(data, batch, width, least):
 @given(st.data(), INDEX, PAGE)
 @settings(max_examples=40)
 def test_slot_mapping(data, dtype, page):
-    batch, width, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3)), data.draw(st.integers(0, 8))
+    batch, width, tokens = (
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(0, 3)),
+        data.draw(st.integers(0, 8)),
+    )
     table, named = drawn_table(data, batch, width, -1)
     positions = [data.draw(st.integers(-2, page * 4)) for _ in range(tokens)]
     rows = [data.draw(st.integers(-1, batch - 1)) for _ in range(tokens)]
@@ -129,7 +161,9 @@ def test_slot_mapping(data, dtype, page):
             return -1
         return table[row][position // page] * page + position % page
 
-    got = ops.slot_mapping(torch.tensor(positions, dtype=dtype), torch.tensor(rows, dtype=dtype), named, page_size=page)
+    got = ops.slot_mapping(
+        torch.tensor(positions, dtype=dtype), torch.tensor(rows, dtype=dtype), named, page_size=page
+    )
     is_row(got, list(map(slot, positions, rows)), torch.int64)
 
 

@@ -1,4 +1,5 @@
-"""2,000 random gradients: the reference against autograd of the plain formula in float64, and every kernel that runs here against it."""
+"""2,000 random gradients: the reference against autograd of the plain formula in float64, and every
+kernel that runs here against it."""
 
 import random
 from collections import Counter
@@ -27,10 +28,17 @@ def test_random_gradients(block):
             figures = check_kernel(kernel, call)
             assert figures.worst <= 1.0, f"seed {seed}: {figures}"
             taken[call.op, kernel.name] += not figures.refused
-    assert all(taken[op, "reference"] > BLOCK // 4 for op in OPS) and taken["attention_backward", "aten_flash"], taken
+    assert (
+        all(taken[op, "reference"] > BLOCK // 4 for op in OPS)
+        and taken["attention_backward", "aten_flash"]
+    ), taken
 
 
-@pytest.mark.parametrize("change", [{"attention_chunk": 4}, {"window_left": 1}, {"softcap": 0.5}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"attention_chunk": 4}, {"window_left": 1}, {"softcap": 0.5}, {"scale": 0.3}],
+    ids=str,
+)
 @pytest.mark.parametrize("op", OPS)
 def test_the_formula_tells_rules_apart(op, change):
     draw = random.Random(3)

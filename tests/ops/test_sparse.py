@@ -1,4 +1,5 @@
-"""Sparse latent attention and the packed format, against loops and bytes that know nothing of the reference."""
+"""Sparse latent attention and the packed format, against loops and bytes that know nothing of the
+reference."""
 
 import math
 import struct
@@ -19,7 +20,12 @@ from tests.formula import clean, formula
 
 INF = float("inf")
 NARROW = [c for c in CASES["sparse_mla_attention"] if not c.label.startswith("deepseek")]
-E4M3 = [s * (m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)) for s in (1, -1) for e in range(16) for m in range(8)]
+E4M3 = [
+    s * (m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7))
+    for s in (1, -1)
+    for e in range(16)
+    for m in range(8)
+]
 """What each byte of float8_e4m3fn says; 0x7f and 0xff say NaN."""
 
 
@@ -34,23 +40,39 @@ def read(row: list[int], latent_dim: int, rope_dim: int) -> list[float]:
     ]
 
 
-# The reference --------------------------------------------------------------------------------------------------------
+# The reference ------------------------------------------------------------------------------------
 
 
 def by_formula(t):
-    """As packed attention of one token a request, over the keys that it lists, as often as it lists them."""
+    """As packed attention of one token a request, over the keys that it lists, as often as it lists
+    them."""
     latent_dim, rope_dim = t["q_nope"].shape[2], t["q_pe"].shape[2]
     lengths = t["topk_length"].tolist() if "topk_length" in t else [None] * len(t["indices"])
-    listed = [[slot for slot in row[:n] if slot >= 0] for row, n in zip(t["indices"].tolist(), lengths, strict=True)]
+    listed = [
+        [slot for slot in row[:n] if slot >= 0]
+        for row, n in zip(t["indices"].tolist(), lengths, strict=True)
+    ]
     rows = t["latent_pages"].flatten(0, 1)[torch.tensor([*chain(*listed)], dtype=torch.long)]
     if rows.dtype == torch.uint8:
         numbers = [read(row, latent_dim, rope_dim) for row in rows.tolist()]
         rows = torch.tensor(numbers, dtype=torch.float64).reshape(-1, latent_dim + rope_dim)
     key = rows[:, None]
-    given = {"query": torch.cat([t["q_nope"].double(), t["q_pe"].double()], -1), "key": key, "value": key[..., :latent_dim]}
-    starts = {"cu_seqlens_q": range(len(listed) + 1), "cu_seqlens_k": accumulate(map(len, listed), initial=0)}
-    given |= {n: torch.tensor([*ends]) for n, ends in starts.items()} | {"k_scale": t.get("kv_scale"), "v_scale": t.get("kv_scale")}
-    return formula(Call("varlen_attention", given | {n: t[n] for n in ("scale", "sinks", "q_scale") if n in t}))
+    given = {
+        "query": torch.cat([t["q_nope"].double(), t["q_pe"].double()], -1),
+        "key": key,
+        "value": key[..., :latent_dim],
+    }
+    starts = {
+        "cu_seqlens_q": range(len(listed) + 1),
+        "cu_seqlens_k": accumulate(map(len, listed), initial=0),
+    }
+    given |= {n: torch.tensor([*ends]) for n, ends in starts.items()} | {
+        "k_scale": t.get("kv_scale"),
+        "v_scale": t.get("kv_scale"),
+    }
+    return formula(
+        Call("varlen_attention", given | {n: t[n] for n in ("scale", "sinks", "q_scale") if n in t})
+    )
 
 
 @pytest.mark.parametrize("case", NARROW, ids=str)
@@ -63,12 +85,17 @@ def test_reference_equals_the_formula(case):
 
 
 def test_a_quantised_query_gives_bfloat16():
-    f = replace(SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, q_dtype=torch.float8_e4m3fn)
+    f = replace(
+        SMALL, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, q_dtype=torch.float8_e4m3fn
+    )
     t = make_call("sparse_mla_attention", Source(1), (3, 1), 4, (4, 16), f).arguments
-    assert ops.sparse_mla_attention(**{n: v for n, v in t.items() if n != "output"}).dtype == torch.bfloat16
+    assert (
+        ops.sparse_mla_attention(**{n: v for n, v in t.items() if n != "output"}).dtype
+        == torch.bfloat16
+    )
 
 
-# The packed format ----------------------------------------------------------------------------------------------------
+# The packed format --------------------------------------------------------------------------------
 
 
 def test_the_bytes_are_these():
@@ -85,7 +112,9 @@ def test_the_bytes_are_these():
     assert bytes(row[264:]) == struct.pack("<HHH", 0x3F80, 0xC020, 0x4049)
 
 
-@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=6), st.integers(-40, 90))
+@given(
+    st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=6), st.integers(-40, 90)
+)
 @settings(max_examples=60)
 def test_the_scale_is_the_least_power_of_two_that_does(values, power):
     latent = torch.zeros(1, GROUP)
@@ -97,13 +126,20 @@ def test_the_scale_is_the_least_power_of_two_that_does(values, power):
     assert top <= 448 * scale
     assert scale == 2.0**-13 or top > 448 * scale / 2
     back = unpack(row, GROUP, 1)[:GROUP]
-    assert ((back - latent[0]).abs() <= torch.maximum(latent[0].abs() / 16, torch.tensor(scale * 2.0**-10))).all()
+    assert (
+        (back - latent[0]).abs()
+        <= torch.maximum(latent[0].abs() / 16, torch.tensor(scale * 2.0**-10))
+    ).all()
 
 
 @pytest.mark.parametrize("power", [-12, -1, 0, 1, 20, 100])
 def test_the_scale_on_the_edge(power):
     edge = torch.tensor(448.0 * 2.0**power)
-    for top, want in ((edge, power), (edge.nextafter(2 * edge), power + 1), (edge.nextafter(edge / 2), power)):
+    for top, want in (
+        (edge, power),
+        (edge.nextafter(2 * edge), power + 1),
+        (edge.nextafter(edge / 2), power),
+    ):
         row = pack(torch.nn.functional.pad(top.reshape(1, 1), (0, GROUP - 1)), torch.zeros(1, 2))[0]
         assert struct.unpack("<f", bytes(row[GROUP : GROUP + 4].tolist()))[0] == 2.0**want
         assert float(unpack(row, GROUP, 2)[0]) == pytest.approx(float(top), rel=2**-4)
@@ -113,7 +149,9 @@ def runs_here(kernel):
     """Skips where it does not, and says why; tests/triton and tests/gpu are where `triton` does."""
     latent, pages = torch.zeros(1, 128), torch.zeros(1, 1, packed_bytes(128, 4), dtype=torch.uint8)
     op = OPS["write_latent_packed"]
-    problem = op.problem(op.call(latent, torch.zeros(1, 4), pages, torch.zeros(1, dtype=torch.int64)))
+    problem = op.problem(
+        op.call(latent, torch.zeros(1, 4), pages, torch.zeros(1, dtype=torch.int64))
+    )
     if reasons := kernels_of("write_latent_packed")[kernel].refusals(problem):
         pytest.skip(f"{kernel}: {'; '.join(map(str, reasons))}")
 
@@ -163,5 +201,7 @@ def test_written_latents_are_read_back(kernel, data):
     got = ops.sparse_mla_attention(query[..., :128], query[..., 128:], pages, listed, scale=0.1)
     plain = unpack(pack(latent, k_pe), 128, 6)[:, None]
     order = torch.arange(tokens, dtype=torch.int32)
-    want = ops.sparse_mla_attention(query[..., :128], query[..., 128:], plain, torch.stack([order, order.flip(0)]), scale=0.1)
+    want = ops.sparse_mla_attention(
+        query[..., :128], query[..., 128:], plain, torch.stack([order, order.flip(0)]), scale=0.1
+    )
     torch.testing.assert_close(got, want)

@@ -1,4 +1,5 @@
-"""Windows and chunks that hide no key: public functions turn them off, ops refuse what overflows."""
+"""Windows and chunks that hide no key: public functions turn them off, ops refuse what
+overflows."""
 
 from dataclasses import replace
 
@@ -43,7 +44,12 @@ def test_an_op_refuses_what_is_no_distance(op, name):
     check(call)
     far = changed(call, **{name: FURTHEST + 1})
     n, names = far.spec.positional, far.spec.names
-    for run in (check, lambda c: OPS[op].packet.default(*values(c)[:n], **dict(zip(names[n:], values(c)[n:], strict=True)))):
+    for run in (
+        check,
+        lambda c: OPS[op].packet.default(
+            *values(c)[:n], **dict(zip(names[n:], values(c)[n:], strict=True))
+        ),
+    ):
         with pytest.raises(InvalidInput, match=f"{name}: got 1073741824, want <= 1073741823"):
             run(far)
 
@@ -65,22 +71,33 @@ def test_layers_and_specs(seen):
     x = torch.zeros(1, 3, 4, 8)
     layer = nn.Attention(4, head_dim=8, window=(NONE_OF_INT32, -1), attention_chunk=NONE_OF_INT32)
     layer(x, x, x)
-    assert seen[-1].items() <= OFF.items() and (layer.window, layer.attention_chunk) == ((-1, -1), 0)
+    assert seen[-1].items() <= OFF.items() and (layer.window, layer.attention_chunk) == (
+        (-1, -1),
+        0,
+    )
     spec = ops.paged_layers(4, 2, 8, 2, torch.float32, window=(NONE_OF_INT32, NONE_OF_INT32))
     assert spec == ops.paged_layers(4, 2, 8, 2, torch.float32)
 
 
 WIDE = Features(dtype=torch.float16, lse=True, causal=False)
 FAR = {
-    "left": replace(WIDE, window=(FURTHEST, -1)), "both": replace(WIDE, window=(FURTHEST, FURTHEST)),
-    "causal": replace(WIDE, window=(FURTHEST, -1), causal=True), "chunk": replace(WIDE, chunk=FURTHEST),
-}  # fmt: skip
+    "left": replace(WIDE, window=(FURTHEST, -1)),
+    "both": replace(WIDE, window=(FURTHEST, FURTHEST)),
+    "causal": replace(WIDE, window=(FURTHEST, -1), causal=True),
+    "chunk": replace(WIDE, chunk=FURTHEST),
+}
 
 
 @pytest.mark.parametrize("name", FAR)
 @interpreted
 def test_the_widest_of_triton_is_right(name):
     f = FAR[name]
-    dense, packed = make_call("attention", Source(1), 2, 5, 9, f), make_call("varlen_attention", Source(1), (5, 3), (9, 2), f)
-    for call in (make_call("paged_attention", Source(1), (5, 1), (9, 40), 4, f), *(gradient_call(Source(2), c) for c in (dense, packed))):
+    dense, packed = (
+        make_call("attention", Source(1), 2, 5, 9, f),
+        make_call("varlen_attention", Source(1), (5, 3), (9, 2), f),
+    )
+    for call in (
+        make_call("paged_attention", Source(1), (5, 1), (9, 40), 4, f),
+        *(gradient_call(Source(2), c) for c in (dense, packed)),
+    ):
         assert not right(call).refused

@@ -12,10 +12,14 @@ def dense(f):
 
 def ragged(f):
     """A packed call with requests without queries and without keys, and rows of no request."""
-    return make_call("varlen_attention", Source(3), (5, 0, 1, 20, 4), (5, 3, 7, 4, 0), f, padding=(3, 4))
+    return make_call(
+        "varlen_attention", Source(3), (5, 0, 1, 20, 4), (5, 3, 7, 4, 0), f, padding=(3, 4)
+    )
 
 
-def latents(q_lens=(1, 1, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=0, seed=0, **more):
+def latents(
+    q_lens=(1, 1, 1), seq_lens=(70, 3, 130), page=64, f=DEEPSEEK, padding=0, seed=0, **more
+):
     return make_call("mla_attention", Source(seed), q_lens, seq_lens, page, f, padding, **more)
 
 
@@ -38,7 +42,9 @@ class Ops(TorchDispatchMode):
     @property
     def work(self):
         """The names of the ops but for views, allocations, and ours around the foreign ones."""
-        return [op._schema.name for op, _ in self.calls if not is_free(op) and op.namespace != "attnops"]
+        return [
+            op._schema.name for op, _ in self.calls if not is_free(op) and op.namespace != "attnops"
+        ]
 
     @property
     def given(self):

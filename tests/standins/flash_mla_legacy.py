@@ -43,5 +43,7 @@ def sparse_prefill_fwd(
 
 
 OWN = {"sparse_decode_fwd": sparse_decode_fwd, "sparse_prefill_fwd": sparse_prefill_fwd}
-BODIES = {schema: OWN.get(name_of(schema)) or getattr(dense, name_of(schema)) for schema in LEGACY_OPS}
+BODIES = {
+    schema: OWN.get(name_of(schema)) or getattr(dense, name_of(schema)) for schema in LEGACY_OPS
+}
 LIBRARY = register("flash_mla_legacy", BODIES, CALLS)

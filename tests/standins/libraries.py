@@ -25,8 +25,11 @@ def name_of(schema: str) -> str:
     return schema.partition("(")[0]
 
 
-def register(namespace: str, bodies: dict[str, Callable[..., Any]], calls: list[str]) -> torch.library.Library:
-    """Bodies for CPU tensors by schema, unless the package is installed: it defines its ops itself once it is loaded."""
+def register(
+    namespace: str, bodies: dict[str, Callable[..., Any]], calls: list[str]
+) -> torch.library.Library:
+    """Bodies for CPU tensors by schema, unless the package is installed: it defines its ops itself
+    once it is loaded."""
     library = torch.library.Library(namespace, "FRAGMENT")
     for schema, body in bodies.items():
         name = name_of(schema)
@@ -38,7 +41,8 @@ def register(namespace: str, bodies: dict[str, Callable[..., Any]], calls: list[
 
 @contextmanager
 def registered(bodies: dict[str, Callable[..., Any]]) -> Iterator[list[str]]:
-    """Within the block sgl_kernel has these ops, by schema; yields the names of those called, in order."""
+    """Within the block sgl_kernel has these ops, by schema; yields the names of those called, in
+    order."""
     calls: list[str] = []
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     names = [*map(name_of, bodies)]
@@ -54,7 +58,8 @@ def registered(bodies: dict[str, Callable[..., Any]]) -> Iterator[list[str]]:
 
 
 def packages(functions: dict[str, Callable[..., Any]]) -> AbstractContextManager[None]:
-    """Within the block these can be imported, by dotted path, from packages that hold nothing else."""
+    """Within the block these can be imported, by dotted path, from packages that hold nothing
+    else."""
     modules: dict[str, ModuleType] = {}
     for path, function in functions.items():
         module, _, name = path.rpartition(".")

@@ -1,4 +1,5 @@
-"""Every kernel that has a stand-in keeps its op's contract: on the grid, under opcheck, compiled, in any layout, in training."""
+"""Every kernel that has a stand-in keeps its op's contract: on the grid, under opcheck, compiled,
+in any layout, in training."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +33,8 @@ GRADIENTS = ("attention_backward", "varlen_attention_backward")
 NARROWED = ("attention", "varlen_attention", "paged_attention", *GRADIENTS)
 LATENT = ("mla_attention", "sparse_mla_attention")
 FITTED = ("flashinfer", "xqa", "trtllm")
-"""They take few head dims and page sizes: their grid has the rows and features of the op's, in sizes that they take."""
+"""They take few head dims and page sizes: their grid has the rows and features of the op's, in
+sizes that they take."""
 
 FOREIGN = [k for k in all_kernels() if k.name in VENDORS]
 KERNELS = [k for k in FOREIGN if k.name != "flex" or k.op in GRADIENTS]
@@ -49,7 +51,10 @@ def named(kernel: Kernel) -> str:
 # Those of more than a tile of queries, which have kernels of their own.
 LONG: dict[str, Any] = {"extend": ((40, 0, 70, 1), (45, 3, 90, 30), 16)}
 LONG_PACKED: dict[str, Any] = {"longer": ((140, 3), (200, 130)), "tall": ((200, 90), (70, 80))}
-ROWS = {"paged_attention": {"main": PAGED, **PAGED_SHAPES, **LONG}, "varlen_attention": {"main": VARLEN, **VARLEN_SHAPES, **LONG_PACKED}}
+ROWS = {
+    "paged_attention": {"main": PAGED, **PAGED_SHAPES, **LONG},
+    "varlen_attention": {"main": VARLEN, **VARLEN_SHAPES, **LONG_PACKED},
+}
 WHOLE = ("main", "decode", "extend", "longer")
 """Rows that are tried with every feature, the others with those that tell most."""
 
@@ -63,12 +68,21 @@ def fitted(kernel: Kernel) -> list[Case]:
         cases.append(Case(kernel.op, label, lambda source: laid_in(kernel.op, source, sized, f)))
 
     for shape, row in ROWS[kernel.op].items():
-        for name in FEATURES if shape in WHOLE else ("plain", "lse_sinks", "lse_causal", "causal_window"):
+        for name in (
+            FEATURES if shape in WHOLE else ("plain", "lse_sinks", "lse_causal", "causal_window")
+        ):
             f = FEATURES[name]
-            f = replace(f, head_dim=64 if paged else 128, v_head_dim=None, dtype=f.dtype if f.dtype in (F16, BF16) else BF16)
+            f = replace(
+                f,
+                head_dim=64 if paged else 128,
+                v_head_dim=None,
+                dtype=f.dtype if f.dtype in (F16, BF16) else BF16,
+            )
             add(f"{shape}-{name}", row, f)
     for d, dv in ((128, 128), (256, 256), (192, 128)):
-        dims = Features(dtype=BF16, head_dim=d, v_head_dim=dv, q_heads=4, kv_heads=4, causal=True, lse=True)
+        dims = Features(
+            dtype=BF16, head_dim=d, v_head_dim=dv, q_heads=4, kv_heads=4, causal=True, lse=True
+        )
         for shape, row in (LONG if paged else LONG_PACKED).items():
             add(f"{shape}-{d}-{dv}", row, dims)
     return cases
@@ -112,9 +126,13 @@ def serviced(kernel: Kernel, problem: Problem) -> Problem:
 
 
 GRID = [
-    pytest.param(k, c, arch, id=f"{k.name}-{c}-sm{arch}", marks=pytest.mark.sweep(SWEEPS.get(k.name, 3)))
-    for k in KERNELS for c in gridded(k) for arch in ARCHS.get(k.op, ARCHS.get(k.name, (VENDORS[k.name].arch,)))
-]  # fmt: skip
+    pytest.param(
+        k, c, arch, id=f"{k.name}-{c}-sm{arch}", marks=pytest.mark.sweep(SWEEPS.get(k.name, 3))
+    )
+    for k in KERNELS
+    for c in gridded(k)
+    for arch in ARCHS.get(k.op, ARCHS.get(k.name, (VENDORS[k.name].arch,)))
+]
 
 
 @pytest.mark.parametrize(("kernel", "case", "arch"), GRID)
@@ -134,7 +152,10 @@ def test_grid(kernel: Kernel, case: Case, arch: int) -> None:
 
 OF_TORCH = ("aten_flash", "cudnn", "mem_efficient", "flex")
 LAID_OUT = [k for k in KERNELS if k.name != "flex" and not k.op.startswith("plan_")]
-LENGTHS = {"paged_attention": ((130, 1, 40), (300, 129, 40)), "mla_attention": ((25, 0, 1, 3), (300, 9, 65, 40))}
+LENGTHS = {
+    "paged_attention": ((130, 1, 40), (300, 129, 40)),
+    "mla_attention": ((25, 0, 1, 3), (300, 9, 65, 40)),
+}
 STALE = [("paged_attention", n) for n in ("fa3", "fa4", "flashinfer")]
 STALE += [("mla_attention", n) for n in ("fa3", "flashinfer_mla_fa2", "flashinfer_mla_fa3")]
 
@@ -145,29 +166,45 @@ STALE += [("mla_attention", n) for n in ("fa3", "flashinfer_mla_fa2", "flashinfe
 @pytest.mark.parametrize(("op", "name"), STALE)
 def test_stale_pages_and_long_extends(op: str, name: str, page: int, many_heads: bool) -> None:
     """More queries than a tile has, and pages with NaN past a request's end."""
-    plain = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=1 if many_heads else 4, causal=True, lse=True)
+    plain = Features(
+        dtype=BF16, head_dim=64, q_heads=8, kv_heads=1 if many_heads else 4, causal=True, lse=True
+    )
     f = replace(DEEPSEEK, q_heads=128 if many_heads else 16, lse=True) if op in LATENT else plain
     with VENDORS[name].running():
         right(kernels_of(op)[name], make_call(op, Source(1), *LENGTHS[op], page, f))
 
 
 BLIND: dict[str, tuple[Any, ...]] = {
-    "attention": (2, 7, 4), "varlen_attention": ((5, 3, 2), (2, 0, 4)), "paged_attention": ((3, 1), (3, 0), 4),
+    "attention": (2, 7, 4),
+    "varlen_attention": ((5, 3, 2), (2, 0, 4)),
+    "paged_attention": ((3, 1), (3, 0), 4),
     "mla_attention": ((4, 2), (3, 0), 64),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("sinks", [F32, BF16], ids=str)
 @pytest.mark.parametrize(
-    "kernel", [k for k in KERNELS if k.op in BLIND and {"sinks", "lse", "return_lse"} & k.takes > {"sinks"}], ids=named
+    "kernel",
+    [k for k in KERNELS if k.op in BLIND and {"sinks", "lse", "return_lse"} & k.takes > {"sinks"}],
+    ids=named,
 )
 def test_queries_without_keys_have_the_sinks_lse(kernel: Kernel, sinks: torch.dtype) -> None:
     plain = Features(dtype=BF16, head_dim=64, causal=True)
-    call = make_call(kernel.op, Source(2), *BLIND[kernel.op], replace(DEEPSEEK if kernel.op in LATENT else plain, sinks=sinks, lse=True))
+    call = make_call(
+        kernel.op,
+        Source(2),
+        *BLIND[kernel.op],
+        replace(DEEPSEEK if kernel.op in LATENT else plain, sinks=sinks, lse=True),
+    )
     with VENDORS[kernel.name].running():
         figures = check_kernel(kernel, call)
     assert figures.worst <= 1.0
-    assert {r.field for r in figures.refused} <= {"lse", "sinks_dtype", "page_size", "head_dim, v_head_dim"}
+    assert {r.field for r in figures.refused} <= {
+        "lse",
+        "sinks_dtype",
+        "page_size",
+        "head_dim, v_head_dim",
+    }
 
 
 EMPTY = ("no_", "empty", "nothing")
@@ -176,14 +213,20 @@ EMPTY = ("no_", "empty", "nothing")
 
 def telling_calls(kernel: Kernel) -> list[Call]:
     """Two that the kernel takes on the machine that is pretended."""
-    cases = [c for c in gridded(kernel) or CASES[kernel.op] if not any(word in c.label for word in EMPTY)]
+    cases = [
+        c for c in gridded(kernel) or CASES[kernel.op] if not any(word in c.label for word in EMPTY)
+    ]
     made = {c: usual(kernel, c) for c in cases}
     taken = [c for c in cases if not kernel.refusals(serviced(kernel, made[c].problem))]
     return [made[c] for c in telling(taken, 2)]
 
 
 SLOW = {"trtllm_mla": pytest.mark.full}
-OPCHECKED = [pytest.param(k, id=named(k), marks=SLOW.get(k.name, ())) for k in KERNELS if k.name not in OF_TORCH]
+OPCHECKED = [
+    pytest.param(k, id=named(k), marks=SLOW.get(k.name, ()))
+    for k in KERNELS
+    if k.name not in OF_TORCH
+]
 
 
 @pytest.mark.parametrize("nth", [0, pytest.param(1, marks=pytest.mark.full)])
@@ -197,7 +240,9 @@ def test_opcheck(kernel: Kernel, nth: int) -> None:
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("kernel", [k for k in LAID_OUT if k.op not in GRADIENTS and k.name not in OF_TORCH], ids=named)
+@pytest.mark.parametrize(
+    "kernel", [k for k in LAID_OUT if k.op not in GRADIENTS and k.name not in OF_TORCH], ids=named
+)
 def test_compiled(kernel: Kernel) -> None:
     """Generated code calls the kernel by its name, and gives what eager code gives."""
     with VENDORS[kernel.name].running(), torch.no_grad():
@@ -232,7 +277,8 @@ OF_LAYOUT = {"plan", "last_dim_contiguous", "pages_packed", "pages_in_rows", "pa
 
 
 def laid_otherwise(call: Call, turn: int) -> Call:
-    """Every tensor in another layout, and in another one a turn later; pages of keys and values alike."""
+    """Every tensor in another layout, and in another one a turn later; pages of keys and values
+    alike."""
     ways, names = (STRIDED, UNALIGNED)[turn // 3], list(call.tensors())
 
     def change(name: str, t: Tensor) -> Tensor:
@@ -280,7 +326,9 @@ def test_a_training_step(name: str, packed: bool) -> None:
             given: dict[str, Any] = {"causal": True, "sinks": leaves[3] if leaves[3:] else None}
             if packed:
                 q, k, v = (x.flatten(0, 1) for x in leaves[:3])
-                out = attnops.varlen_attention(q, k, v, cu, cu, max_seqlen_q=6, max_seqlen_k=6, padded=False, **given)
+                out = attnops.varlen_attention(
+                    q, k, v, cu, cu, max_seqlen_q=6, max_seqlen_k=6, padded=False, **given
+                )
             else:
                 out = attnops.attention(*leaves[:3], **given)
             found.append(torch.autograd.grad(out.sum(), leaves))  # a gradient without strides

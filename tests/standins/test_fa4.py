@@ -1,4 +1,5 @@
-"""`fa4` through stand-ins of the functions it wraps: arguments, refusals, warming, gradients, choices."""
+"""`fa4` through stand-ins of the functions it wraps: arguments, refusals, warming, gradients,
+choices."""
 
 import inspect
 import sys
@@ -36,23 +37,31 @@ def fa4(op):
 @pytest.mark.parametrize(
     ("change", "tile"),
     [
-        ({}, 128), ({"head_dim": 64}, 128), ({"head_dim": 96}, 128), ({"head_dim": 96, "causal": False}, 144),
-        ({"head_dim": 192, "v_head_dim": 128}, 128), ({"head_dim": 192, "v_head_dim": 192}, 112), ({"head_dim": 256}, 80),
-        ({"head_dim": 192, "window": (100, -1)}, 96), ({"head_dim": 256, "window": (100, -1)}, 64),
+        ({}, 128),
+        ({"head_dim": 64}, 128),
+        ({"head_dim": 96}, 128),
+        ({"head_dim": 96, "causal": False}, 144),
+        ({"head_dim": 192, "v_head_dim": 128}, 128),
+        ({"head_dim": 192, "v_head_dim": 192}, 112),
+        ({"head_dim": 256}, 80),
+        ({"head_dim": 192, "window": (100, -1)}, 96),
+        ({"head_dim": 256, "window": (100, -1)}, 64),
         ({"target": SM100, "head_dim": 256}, 128),
     ],
-)  # fmt: skip
+)
 def test_tiles(change, tile):
     assert tile_of(altered(LLAMA, **change)) == tile
 
 
 def test_the_output_is_written_in_place(standin):
-    call = make_call("paged_attention", Source(4), (1, 3), (9, 3), 4, Features(dtype=BF16, causal=True))
+    call = make_call(
+        "paged_attention", Source(4), (1, 3), (9, 3), 4, Features(dtype=BF16, causal=True)
+    )
     fa4("paged_attention").run(call.record)
     assert standin[-1]["out"] is call.arguments["output"]
 
 
-# Warming --------------------------------------------------------------------------------------------------------------
+# Warming ------------------------------------------------------------------------------------------
 
 
 class Capturing:
@@ -84,14 +93,26 @@ def paged(f, lens, q_lens=(1, 1), page=16):
 
 HALF = Features(dtype=BF16, head_dim=64, q_heads=4, kv_heads=2)
 FEATURES: tuple[dict[str, Any], ...] = (
-    {"dtype": F16}, {"softcap": 1.0}, {"sinks": BF16}, {"window": (3, -1)}, {"causal": True}, {"kv_heads": 4},
-)  # fmt: skip
+    {"dtype": F16},
+    {"softcap": 1.0},
+    {"sinks": BF16},
+    {"window": (3, -1)},
+    {"causal": True},
+    {"kv_heads": 4},
+)
 OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
-    "forward": ({"page": 64}, {"q_lens": (90, 1)}, *({"f": replace(HALF, **c)} for c in (*FEATURES, {"lse": True}, {"head_dim": 32}))),
-    "backward": (
-        {"lse_grad": True}, {"lengths": (90, 2)}, {"policy": POLICY}, *({"f": replace(HALF, **c)} for c in (*FEATURES, {"head_dim": 96})),
+    "forward": (
+        {"page": 64},
+        {"q_lens": (90, 1)},
+        *({"f": replace(HALF, **c)} for c in (*FEATURES, {"lse": True}, {"head_dim": 32})),
     ),
-}  # fmt: skip
+    "backward": (
+        {"lse_grad": True},
+        {"lengths": (90, 2)},
+        {"policy": POLICY},
+        *({"f": replace(HALF, **c)} for c in (*FEATURES, {"head_dim": 96})),
+    ),
+}
 """What makes another kind of a call."""
 
 
@@ -100,18 +121,26 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch, kinds, way):
     capture = Capturing(monkeypatch)
 
     def run(f=HALF, policy="", **more):
-        call = packed(f, **{"lengths": (9, 30), **more}, way=way) if way == "backward" else paged(f, **{"lens": (90, 30), **more})
+        call = (
+            packed(f, **{"lengths": (9, 30), **more}, way=way)
+            if way == "backward"
+            else paged(f, **{"lens": (90, 30), **more})
+        )
         fa4(call.op).run(changed(call.record, policy=policy))
 
     capture.on = True
-    with pytest.raises(NotCompiled, match=r"fa4: got a kind of call not yet compiled .* want one such call before"):
+    with pytest.raises(
+        NotCompiled, match=r"fa4: got a kind of call not yet compiled .* want one such call before"
+    ):
         run()
     assert not standin
     capture.on = False
     run()
     capture.on = True
     run(f=replace(HALF, scale=0.3))
-    run(**{"lengths": (40, 2)} if way == "backward" else {"lens": (50, 2)})  # other lengths are no other kind
+    run(
+        **{"lengths": (40, 2)} if way == "backward" else {"lens": (50, 2)}
+    )  # other lengths are no other kind
     for other in OTHERS[way]:
         with pytest.raises(NotCompiled):
             run(**other)
@@ -119,7 +148,8 @@ def test_a_new_kind_is_refused_in_a_capture(standin, monkeypatch, kinds, way):
 
 @pytest.mark.parametrize("way", OTHERS)
 def test_one_kernel_takes_short_and_long_requests_under_a_deterministic_policy(standin, kinds, way):
-    """The vendor compiles a kernel of its own for a batch of one tile, which a request among longer ones does not get."""
+    """The vendor compiles a kernel of its own for a batch of one tile, which a request among longer
+    ones does not get."""
     for lengths in ((1, 3), (9, 30), (9, 140), (300, 1)):
         call = packed(HALF, lengths, way)
         fa4(call.op).run(changed(call.record, policy=POLICY))
@@ -128,7 +158,7 @@ def test_one_kernel_takes_short_and_long_requests_under_a_deterministic_policy(s
     assert {call.get("num_splits", 1) for call in standin} == {1}
 
 
-# The choice -----------------------------------------------------------------------------------------------------------
+# The choice ---------------------------------------------------------------------------------------
 
 LLAMA = replace(test_fa3.LLAMA, target=SM90)
 
@@ -137,7 +167,9 @@ def test_it_is_chosen_where_fa3_is_not_there_and_not_before_it():
     both = replace(LLAMA, target=Target("cuda", 90, (*SM90.assume, "sgl_kernel")))
     assert select(both).kernel.name == "fa3" and "fa4" in select(both).passed_over
     assert select(LLAMA).kernel.name == "fa4"
-    assert "flash_attn.cute missing" in str(select(replace(LLAMA, target=Target("cuda", 90, ()))).refused["fa4"][0])
+    assert "flash_attn.cute missing" in str(
+        select(replace(LLAMA, target=Target("cuda", 90, ()))).refused["fa4"][0]
+    )
 
 
 def test_a_finder_that_knows_no_specs_hides_no_package(monkeypatch):
@@ -155,10 +187,18 @@ def test_a_submodule_is_looked_for_without_importing_its_parent(tmp_path):
     modules = ["flash_attn.cute", "flash_attn.cutie", "torch.nn", "flash_x.y"]
     code = f"from attnops.core.needs import _installed; print(*map(_installed, {modules}))"
     path = f"{tmp_path}:{':'.join(filter(None, sys.path))}"
-    assert torch_process(code, env={"PYTHONPATH": path}).split() == ["True", "False", "True", "False"]
+    assert torch_process(code, env={"PYTHONPATH": path}).split() == [
+        "True",
+        "False",
+        "True",
+        "False",
+    ]
 
 
-@pytest.mark.parametrize(("version", "old"), [("4.0.0b36", False), ("4.0.0b19", True), ("4.0.0", False), ("4.1.2", False)])
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("4.0.0b36", False), ("4.0.0b19", True), ("4.0.0", False), ("4.1.2", False)],
+)
 def test_betas_before_the_one_that_was_read_are_refused(monkeypatch, version, old):
     monkeypatch.setattr(Package, "version", lambda self: version)
     monkeypatch.setattr("attnops.core.needs._installed", lambda module: True)
@@ -166,7 +206,7 @@ def test_betas_before_the_one_that_was_read_are_refused(monkeypatch, version, ol
     assert kernel.PACKAGES[0].missing(SM90) is None
 
 
-# Gradients ------------------------------------------------------------------------------------------------------------
+# Gradients ----------------------------------------------------------------------------------------
 
 RULES = {
     "causal": replace(HALF, causal=True, dtype=F16),
@@ -179,7 +219,9 @@ SHAPES = {
     "dense": calls.dense,
     "ragged": calls.ragged,
     "long": lambda f: make_call("attention", Source(3), 1, 130, 140, f),
-    "padded": lambda f: make_call("varlen_attention", Source(3), (70, 3), (130, 9), f, padding=(200, 200)),
+    "padded": lambda f: make_call(
+        "varlen_attention", Source(3), (70, 3), (130, 9), f, padding=(200, 200)
+    ),
 }
 
 
@@ -201,7 +243,9 @@ def test_promised_rows_are_neither_copied_nor_cleared(standin):
 
 
 @pytest.mark.parametrize("shape", ["dense", "ragged"])
-def test_programs_take_turns_under_a_deterministic_policy_or_where_torch_asks_for_it(standin, shape):
+def test_programs_take_turns_under_a_deterministic_policy_or_where_torch_asks_for_it(
+    standin, shape
+):
     call = gradient_call(Source(4), SHAPES[shape](HALF))
     for policy, mode in (("", 0), (POLICY, 0), (f"{POLICY};kernel=fa4", 0), ("", 2), ("", 1)):
         torch.set_deterministic_debug_mode(mode)
@@ -215,31 +259,52 @@ def test_programs_take_turns_under_a_deterministic_policy_or_where_torch_asks_fo
 def test_a_step_of_training_hands_the_policy_on(standin):
     q, k, v = (torch.randn(2, 6, n, 64, dtype=BF16, requires_grad=True) for n in (8, 2, 2))
     for steady in (True, False):
-        with attnops.use(deterministic=steady, kernel={"attention": "aten_flash", "attention_backward": "fa4"}):
+        with attnops.use(
+            deterministic=steady, kernel={"attention": "aten_flash", "attention_backward": "fa4"}
+        ):
             attnops.attention(q, k, v, causal=True).sum().backward()
         assert standin[-1]["deterministic"] is steady
 
 
-MANY = dict.fromkeys(("queries", "context"), Extent.of(4096)) | {"tokens": Extent.of(8192), "batch": Extent.of(2)}
+MANY = dict.fromkeys(("queries", "context"), Extent.of(4096)) | {
+    "tokens": Extent.of(8192),
+    "batch": Extent.of(2),
+}
 
 
 @pytest.mark.parametrize("policy", ["", POLICY])
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({}, ""), ({"sinks": True, "window": (1023, -1)}, ""), ({"target": SM100}, "target"), ({"kv_range": True}, "kv_range")],
+    [
+        ({}, ""),
+        ({"sinks": True, "window": (1023, -1)}, ""),
+        ({"target": SM100}, "target"),
+        ({"kv_range": True}, "kv_range"),
+    ],
 )
 def test_the_choice_of_a_gradient(policy, change, field):
     """By estimate it is the choice on an H200. Its order of turns was read for SM90 alone."""
     problem = gradient_call(Source(0), calls.dense(HALF)).problem
     for op in ("attention_backward", "varlen_attention_backward"):
-        asked = altered(problem, op=op, head_dim=128, v_head_dim=128, q_heads=32, kv_heads=8, **{"target": SM90, **MANY, **change})
+        asked = altered(
+            problem,
+            op=op,
+            head_dim=128,
+            v_head_dim=128,
+            q_heads=32,
+            kv_heads=8,
+            **{"target": SM90, **MANY, **change},
+        )
         decision = select(asked, policy)
         if policy or not change:
             assert (decision.kernel is fa4(op)) is (not field), decision
             assert not field or field in [r.field for r in decision.refused["fa4"]]
 
 
-PINNED = ((kernel, flash_attn_cute._flash_attn_fwd), (backward, flash_attn_cute_backward.flash_attn_bwd))
+PINNED = (
+    (kernel, flash_attn_cute._flash_attn_fwd),
+    (backward, flash_attn_cute_backward.flash_attn_bwd),
+)
 """The wraps of a function of the package, and its stand-in."""
 
 
@@ -253,7 +318,10 @@ def test_what_is_used_is_in_the_signature(wrap, standin):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not _installed("flash_attn.cute"), reason="flash-attn-4 is not installed, so its signature cannot be compared")
+@pytest.mark.skipif(
+    not _installed("flash_attn.cute"),
+    reason="flash-attn-4 is not installed, so its signature cannot be compared",
+)
 @pytest.mark.parametrize(("wrap", "standin"), PINNED, ids=["forward", "backward"])
 def test_the_stand_in_has_the_packages_signature(wrap, standin):
     assert list(signature_of(wrap.interface()).items()) == list(signature_of(standin).items())

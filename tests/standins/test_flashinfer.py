@@ -1,4 +1,5 @@
-"""`flashinfer` through stand-ins of the modules it calls: tables, plans, lse, padding, refusals, and the code of a compiled model."""
+"""`flashinfer` through stand-ins of the modules it calls: tables, plans, lse, padding, refusals,
+and the code of a compiled model."""
 
 import random
 import re
@@ -90,7 +91,10 @@ def test_deterministic_calls_take_one_path_and_one_tile_and_split_no_keys():
                     assert info[-1] == 0  # split_kv
                     ints.add(info[3])  # cta_tile_q
                 KERNEL.run(changed(made.record, policy="deterministic"))
-            assert select(made.problem, Policy(kernel=("flashinfer",), deterministic=True)).kernel is KERNEL
+            assert (
+                select(made.problem, Policy(kernel=("flashinfer",), deterministic=True)).kernel
+                is KERNEL
+            )
         assert ints in ({128}, set())
 
 
@@ -99,18 +103,37 @@ def test_sizes_serve_every_smaller_call(sm90):
     for _ in range(60):
         kv = rng.choice((1, 2, 8))
         f = Features(
-            dtype=BF16, head_dim=rng.choice((64, 128)), q_heads=kv * rng.choice((1, 2, 4, 8)), kv_heads=kv, causal=rng.random() < 0.7,
-            window=rng.choice(((-1, -1), (33, -1))), sinks=rng.choice((None, BF16)),
-        )  # fmt: skip
-        page, requests, longest = rng.choice((1, 16, 64)), rng.randint(1, 40), rng.choice((1, 3, 60))
+            dtype=BF16,
+            head_dim=rng.choice((64, 128)),
+            q_heads=kv * rng.choice((1, 2, 4, 8)),
+            kv_heads=kv,
+            causal=rng.random() < 0.7,
+            window=rng.choice(((-1, -1), (33, -1))),
+            sinks=rng.choice((None, BF16)),
+        )
+        page, requests, longest = (
+            rng.choice((1, 16, 64)),
+            rng.randint(1, 40),
+            rng.choice((1, 3, 60)),
+        )
         q_lens = [rng.randint(0, longest) for _ in range(requests)]
         lens = [n + rng.randint(0, 400) for n in q_lens]
         padding, extra = rng.randint(1, 40), rng.randint(0, 30)
         call = paged(q_lens, lens, page, f, padding=padding)
-        spec = paged_layers(f.q_heads, kv, f.head_dim, page, BF16, causal=f.causal, window=f.window, sinks=f.sinks)
-        sizes = {"max_tokens": sum(q_lens) + padding, "max_requests": requests, "max_pages": call.arguments["page_table"].shape[1]}
+        spec = paged_layers(
+            f.q_heads, kv, f.head_dim, page, BF16, causal=f.causal, window=f.window, sinks=f.sinks
+        )
+        sizes = {
+            "max_tokens": sum(q_lens) + padding,
+            "max_requests": requests,
+            "max_pages": call.arguments["page_table"].shape[1],
+        }
         numbers, size = plan_sizes(spec, **{n: most + extra for n, most in sizes.items()})
-        planned(KERNEL, call, buffers=(torch.zeros(numbers, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8)))
+        planned(
+            KERNEL,
+            call,
+            buffers=(torch.zeros(numbers, dtype=torch.int64), torch.zeros(size, dtype=torch.uint8)),
+        )
 
 
 def test_the_workspace_of_a_large_server_is_small(monkeypatch):
@@ -122,9 +145,14 @@ def test_the_workspace_of_a_large_server_is_small(monkeypatch):
     assert numbers * 8 < 4 << 20 and size < 40 << 20
 
 
-@pytest.mark.parametrize(("q_lens", "lens"), [((1, 1, 1), ((5, 60, 0), (40, 7, 33))), ((70, 1, 9), ((70, 60, 9), (90, 1, 9)))])
+@pytest.mark.parametrize(
+    ("q_lens", "lens"),
+    [((1, 1, 1), ((5, 60, 0), (40, 7, 33))), ((70, 1, 9), ((70, 60, 9), (90, 1, 9)))],
+)
 def test_replans_change_what_lies_in_the_workspace_and_nothing_else(sm90, q_lens, lens):
-    first, later = (paged(q_lens, each, pages=Pages(wider=8 - -(-max(each) // 16))) for each in lens)
+    first, later = (
+        paged(q_lens, each, pages=Pages(wider=8 - -(-max(each) // 16))) for each in lens
+    )
     made = planned(KERNEL, first).arguments
     header = made["plan"][:HEADER].clone()
     for call in (first, later):
@@ -139,10 +167,19 @@ def test_replans_change_what_lies_in_the_workspace_and_nothing_else(sm90, q_lens
         ({"softcap": 2.0}, r"plan\.softcap: got 0, want 1"),
         ({"causal": False}, r"plan\.causal: got 1, want 0"),
         ({"max_seqlen_q": 1}, r"plan\.decode: got 0, want 1"),
-        ({"max_seqlen_q": 400}, r"plan\.path: got fa2, want fa3: the plan was made for .*another max_seqlen_q"),
+        (
+            {"max_seqlen_q": 400},
+            r"plan\.path: got fa2, want fa3: the plan was made for .*another max_seqlen_q",
+        ),
         ({"sinks": torch.zeros(8)}, r"plan\.sinks: got 0, want 1"),
-        ({"plan": torch.zeros(512, dtype=torch.int64)}, r"plan: got int64 \(512,\) with no header, want .*plan_paged_attention made"),
-        ({"plan": torch.ones(512, dtype=torch.int64)}, r"plan: got int64 \(512,\) with another header"),
+        (
+            {"plan": torch.zeros(512, dtype=torch.int64)},
+            r"plan: got int64 \(512,\) with no header, want .*plan_paged_attention made",
+        ),
+        (
+            {"plan": torch.ones(512, dtype=torch.int64)},
+            r"plan: got int64 \(512,\) with another header",
+        ),
         ({"plan": torch.zeros(3, dtype=torch.int64)}, r"plan: got int64 \(3,\) with no header"),
         ({"workspace": None}, "workspace: got None"),
         (paged(f=replace(LLAMA, dtype=F16)), "plan.dtype: got bfloat16, want float16"),
@@ -170,9 +207,18 @@ def test_another_policy_needs_another_plan(sm90):
     [
         ({"seq_lens": [6, 4, 0, 70]}, r"seq_lens: got \[6, 4, 0, 70\], want 0 <= each <= 48"),
         ({"seq_lens": [6, 4, -1, 2]}, "seq_lens: got .* want 0 <= each"),
-        ({"seq_lens": [6, 3, 0, 21]}, r"seq_lens: got .* no key, or at least as many as new tokens \[1, 4, 0, 2\]"),
-        ({"cu_seqlens_q": [0, 1, 5, 5, 10]}, r"lengths of cu_seqlens_q: got \[1, 4, 0, 5\], want 0 <= each <= 4"),
-        ({"cu_seqlens_q": [0, 1, 5, 8, 10]}, r"cu_seqlens_q\[-1\]: got \[10\], want 0 <= each <= 9"),
+        (
+            {"seq_lens": [6, 3, 0, 21]},
+            r"seq_lens: got .* no key, or at least as many as new tokens \[1, 4, 0, 2\]",
+        ),
+        (
+            {"cu_seqlens_q": [0, 1, 5, 5, 10]},
+            r"lengths of cu_seqlens_q: got \[1, 4, 0, 5\], want 0 <= each <= 4",
+        ),
+        (
+            {"cu_seqlens_q": [0, 1, 5, 8, 10]},
+            r"cu_seqlens_q\[-1\]: got \[10\], want 0 <= each <= 9",
+        ),
     ],
 )
 def test_lengths_that_would_be_read_past_the_tables_are_refused(sm90, change, want):
@@ -191,27 +237,46 @@ def test_the_plan_loads_what_unlike_strides_need(sm90):
 def test_modules_in_words(sm90):
     words = ["decode:bfloat16:128", "fa2:float16:64:window:sinks", "fa3:bfloat16:192x128:softcap"]
     assert [str(parse(w)) for w in words] == words
-    for wrong in ("fa4:bfloat16:64", "fa2:float32:64", "fa2:bfloat16:x", "fa2:bfloat16:64:sink", "fa2", ""):
+    for wrong in (
+        "fa4:bfloat16:64",
+        "fa2:float32:64",
+        "fa2:bfloat16:x",
+        "fa2:bfloat16:64:sink",
+        "fa2",
+        "",
+    ):
         with pytest.raises(InvalidInput, match=r"^module: got"):
             parse(wrong)
     made = build([parse(w) for w in words[:2]] * 2)
     assert sorted(map(str, made)) == words[:2] and len(standin.BUILT) == 2
-    for call in (paged(), paged((1, 1), (4, 4)), paged((170,), (200,)), make_call("varlen_attention", Source(0), (30, 3), (30, 40), LLAMA)):
+    for call in (
+        paged(),
+        paged((1, 1), (4, 4)),
+        paged((170,), (200,)),
+        make_call("varlen_attention", Source(0), (30, 3), (30, 40), LLAMA),
+    ):
         kernel = kernels_of(call.op)["flashinfer"]
         standin.forget()
         made = planned(kernel, call)
         kernel.run(made.record)
         [(backend, dtype, _, d, dv, *flags)] = [(b[0], *b[1:7]) for b in standin.BUILT]
         assert module_of(call.problem, call.arguments["max_seqlen_q"]) == (
-            {n: p for p, n in fi.NAMES.items()}[backend], dtype, d, dv, *flags, False
-        )  # fmt: skip
+            {n: p for p, n in fi.NAMES.items()}[backend],
+            dtype,
+            d,
+            dv,
+            *flags,
+            False,
+        )
 
 
 SPEC = paged_layers(8, 2, 64, 16, BF16)
 
 
 def new_batch(*lengths):
-    cache = PagedCache(1, 40, 16, 2, 64, max_requests=4, max_pages_per_request=8, dtype=BF16, device="cpu")
+    cache = PagedCache(
+        1, 40, 16, 2, 64, max_requests=4, max_pages_per_request=8, dtype=BF16, device="cpu"
+    )
     return cache, cache.batch([cache.alloc() for _ in lengths], list(lengths))
 
 
@@ -226,34 +291,54 @@ def test_the_planner_plans_only_for_a_kernel_that_wants_it(sm90):
     with attnops.use(kernel="reference"):
         assert free(given).plan is None
     # None chooses it here: sgl_kernel is not assumed, flashinfer is, and it beats what is left.
-    assert (free(batch).plan is not None) == (select(step_of(SPEC, TARGETS[90], 5, 1, 8, 5)).kernel is KERNEL)
+    assert (free(batch).plan is not None) == (
+        select(step_of(SPEC, TARGETS[90], 5, 1, 8, 5)).kernel is KERNEL
+    )
 
 
 @pytest.mark.full
 def test_the_plan_enters_no_cuda_graph(sm90, monkeypatch):
-    """Inductor would record a copy of the CPU tensor and write to it after it is freed; split around the call, it never sees it."""
+    """Inductor would record a copy of the CPU tensor and write to it after it is freed; split
+    around the call, it never sees it."""
     import torch._inductor.scheduler as scheduler
     import torch._inductor.utils as inductor
 
     def model(query, pages, batch):
         for _ in range(2):
             query = query + attnops.paged_attention(
-                query, *pages, batch.page_table, batch.seq_lens, batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, plan=batch.plan,
-                workspace=batch.workspace, holes=batch.holes, kernel="flashinfer",
-            )  # fmt: skip
+                query,
+                *pages,
+                batch.page_table,
+                batch.seq_lens,
+                batch.cu_seqlens_q,
+                max_seqlen_q=batch.max_seqlen_q,
+                plan=batch.plan,
+                workspace=batch.workspace,
+                holes=batch.holes,
+                kernel="flashinfer",
+            )
         return query
 
     monkeypatch.setattr(scheduler.BaseSchedulerNode, "is_gpu", lambda self: True)
     inductor.set_customized_partition_wrappers(lambda fn, metadata: fn)
     try:
         cache, batch = new_batch(3, 9)
-        given = Planner(SPEC, max_tokens=64, max_requests=4, max_pages=8, device="cpu", kernel="flashinfer")(batch)
+        given = Planner(
+            SPEC, max_tokens=64, max_requests=4, max_pages=8, device="cpu", kernel="flashinfer"
+        )(batch)
         pages, query = (cache.k_pages[0], cache.v_pages[0]), torch.randn(12, 8, 64, dtype=BF16)
-        with torch.no_grad(), torch._inductor.config.patch(graph_partition=True, force_disable_caches=True):
-            _, code = compiled_code(lambda: torch.compile(model, fullgraph=True)(query, pages, given))
+        with (
+            torch.no_grad(),
+            torch._inductor.config.patch(graph_partition=True, force_disable_caches=True),
+        ):
+            _, code = compiled_code(
+                lambda: torch.compile(model, fullgraph=True)(query, pages, given)
+            )
     finally:
         inductor.set_customized_partition_wrappers(None)
-    runs = re.findall(r"paged_attention\.flashinfer\.run\(.*, (\w+), max_seqlen_q=.*workspace=(\w+)\b", code)
+    runs = re.findall(
+        r"paged_attention\.flashinfer\.run\(.*, (\w+), max_seqlen_q=.*workspace=(\w+)\b", code
+    )
     inputs = re.findall(r"partition\d+_args = \[(.*)\]", code)
     assert len(runs) == 2 and inputs
     [buffers] = set(runs)

@@ -1,4 +1,5 @@
-"""FlashInfer's two kernels for latents through stand-ins of their module: rows, plans, lse, padding, refusals, compiled code."""
+"""FlashInfer's two kernels for latents through stand-ins of their module: rows, plans, lse,
+padding, refusals, compiled code."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -78,25 +79,45 @@ def test_the_bound_on_works_holds_what_the_planner_makes(calls):
     for trial in range(40):
         n = int(torch.randint(1, 9, (1,), generator=generator))
         keys = torch.randint(0, 3000, (n,), generator=generator).int()
-        q_lens = torch.minimum(torch.randint(1, 60, (n,), generator=generator).int(), keys.clamp(min=1))
+        q_lens = torch.minimum(
+            torch.randint(1, 60, (n,), generator=generator).int(), keys.clamp(min=1)
+        )
         heads, causal = (1, 16, 64, 128)[trial % 4], bool(trial // 4 % 2)
         starts = torch.nn.functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        bound = fm.works(fm.Shape(int(starts[-1]), 50, heads, 64, BF16, causal), starts, keys, standin.SMS)
+        bound = fm.works(
+            fm.Shape(int(starts[-1]), 50, heads, 64, BF16, causal), starts, keys, standin.SMS
+        )
         ints, locked, floats = (torch.zeros(1 << 22, dtype=torch.uint8) for _ in range(3))
         info, _ = standin.Module("fa3", BF16, BF16).plan_with_staged_workspace_bytes(
-            floats, ints, locked, starts, torch.zeros(n + 1, dtype=torch.int32), keys, heads, 512, causal
+            floats,
+            ints,
+            locked,
+            starts,
+            torch.zeros(n + 1, dtype=torch.int32),
+            keys,
+            heads,
+            512,
+            causal,
         )
         assert int(standin.ints_at(ints, info[15], 2)[1]) <= bound
 
 
 def test_more_work_than_a_plan_has_room_for_is_refused(calls):
     spec = latent_layers(128, 64, BF16)
-    tables = {"page_table": torch.zeros(1, 300, dtype=torch.int32), "seq_lens": torch.tensor([17000], dtype=torch.int32)}
+    tables = {
+        "page_table": torch.zeros(1, 300, dtype=torch.int32),
+        "seq_lens": torch.tensor([17000], dtype=torch.int32),
+    }
     tables["cu_seqlens_q"] = torch.tensor([0, 17000], dtype=torch.int32)
     numbers, size = plan_sizes(spec, max_tokens=1, max_requests=1, max_pages=1)
-    buffers = {"plan": torch.zeros(numbers, dtype=torch.int64), "workspace": torch.zeros(size, dtype=torch.uint8)}
+    buffers = {
+        "plan": torch.zeros(numbers, dtype=torch.int64),
+        "workspace": torch.zeros(size, dtype=torch.uint8),
+    }
     with pytest.raises(InvalidInput, match=r"^work of a plan: got up to \d+ pieces, want <= 16384"):
-        plan_mla_attention(spec, **tables, num_tokens=17000, max_seqlen_q=17000, kernel=FA3.name, **buffers)
+        plan_mla_attention(
+            spec, **tables, num_tokens=17000, max_seqlen_q=17000, kernel=FA3.name, **buffers
+        )
 
 
 def test_the_buffers_are_as_large_as_they_need_to_be(calls):
@@ -105,17 +126,31 @@ def test_the_buffers_are_as_large_as_they_need_to_be(calls):
     tables = {n: given.arguments[n] for n in ("page_table", "seq_lens", "cu_seqlens_q")}
     numbers, size = plan_sizes(spec, max_tokens=2, max_requests=2, max_pages=4)
     for short in ("plan", "workspace"):
-        buffers = {"plan": torch.zeros(numbers, dtype=torch.int64), "workspace": torch.zeros(size, dtype=torch.uint8)}
-        assert plan_mla_attention(spec, **tables, num_tokens=2, max_seqlen_q=1, kernel=FA3.name, **buffers) == FA3.name
+        buffers = {
+            "plan": torch.zeros(numbers, dtype=torch.int64),
+            "workspace": torch.zeros(size, dtype=torch.uint8),
+        }
+        assert (
+            plan_mla_attention(
+                spec, **tables, num_tokens=2, max_seqlen_q=1, kernel=FA3.name, **buffers
+            )
+            == FA3.name
+        )
         buffers[short] = buffers[short][: -8 if short == "workspace" else -2]
         with pytest.raises(InvalidInput, match=rf"^{short}: got \d+ bytes, want >= \d+"):
-            plan_mla_attention(spec, **tables, num_tokens=2, max_seqlen_q=1, kernel=FA3.name, **buffers)
+            plan_mla_attention(
+                spec, **tables, num_tokens=2, max_seqlen_q=1, kernel=FA3.name, **buffers
+            )
 
 
 def test_replans_of_a_decode_change_what_lies_in_the_workspace_and_nothing_else(kernel):
     first, *others = (
         call(q_lens, lens, padding=3 - sum(q_lens), pages=Pages(wider=4 - -(-max(lens) // 64)))
-        for q_lens, lens in (((1, 1, 0), (5, 60, 9)), ((1, 1, 1), (150, 1, 130)), ((0, 0, 1), (150, 1, 130)))
+        for q_lens, lens in (
+            ((1, 1, 0), (5, 60, 9)),
+            ((1, 1, 1), (150, 1, 130)),
+            ((0, 0, 1), (150, 1, 130)),
+        )
     )
     made = planned(kernel, first).arguments
     header = made["plan"][:HEADER].clone()
@@ -140,20 +175,24 @@ def test_a_plan_of_another_call_is_refused(kernel, other, want):
 
 
 def test_a_plan_of_the_other_kernel_is_refused(calls):
-    with pytest.raises(InvalidInput, match=r"^plan\.path: got fa3, want fa2: the plan was made for another kernel"):
+    with pytest.raises(
+        InvalidInput, match=r"^plan\.path: got fa3, want fa2: the plan was made for another kernel"
+    ):
         KERNELS["flashinfer_mla_fa2"].run(planned(FA3, call()).record)
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("heads", [3, 20, 96, 192])
 def test_heads_that_divide_no_tile_may_decode_and_see_all_keys(kernel, heads):
-    f, long = replace(DEEPSEEK, q_heads=heads, lse=True), 70 if heads == 3 else 25  # more rows a request than a tile either way
+    # More rows a request than a tile either way
+    f, long = replace(DEEPSEEK, q_heads=heads, lse=True), 70 if heads == 3 else 25
     right(kernel, call((1, 1, 1), (64, 65, 200), f=f))
     right(kernel, call((9, long, 2), (64, 129, 200), f=replace(f, causal=False)))
 
 
 def test_the_bug_that_is_refused_is_in_the_stand_in():
-    # 20 heads in tiles of 64: the first tile ends amid query 3, whose last key 64 begins a tile of keys.
+    # 20 heads in tiles of 64: the first tile ends amid query 3, whose last key 64 begins a tile of
+    # keys.
     assert standin.lost(4, 20, 65, 64)[3, 0, 64] and not standin.lost(4, 16, 65, 64)[3, 0, 64]
 
 
@@ -165,5 +204,8 @@ def decode_of(heads, target):
 def test_both_can_be_chosen():
     few, many = decode_of(16, SM90), decode_of(128, SM90)
     assert select(few).kernel is select(many).kernel is FA3
-    assert select(decode_of(16, Target("cuda", 80, assume=("flashinfer",)))).kernel.name == "flashinfer_mla_fa2"
+    assert (
+        select(decode_of(16, Target("cuda", 80, assume=("flashinfer",)))).kernel.name
+        == "flashinfer_mla_fa2"
+    )
     assert select(few, "kernel=flashinfer_mla_fa2").kernel.name == "flashinfer_mla_fa2"

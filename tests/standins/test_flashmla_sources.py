@@ -61,7 +61,9 @@ def test_the_lse_of_either_wheel(packed):
     kernel = kernels_of("sparse_mla_attention")["flashmla"]
     found = []
     for assumed in (SGL, FLASH):
-        call = make_call("sparse_mla_attention", Source(0), (128, 3), 128, (4, 64), f, packed=packed)
+        call = make_call(
+            "sparse_mla_attention", Source(0), (128, 3), 128, (4, 64), f, packed=packed
+        )
         with pretend(replace(SM90, assume=(assumed,))):
             right(kernel, call)
             kernel.run(call.record)

@@ -1,4 +1,5 @@
-"""The wrappers of FlashMLA, of its sparse kernels and of CUTLASS MLA over stand-ins of the foreign ops: all but the kernels."""
+"""The wrappers of FlashMLA, of its sparse kernels and of CUTLASS MLA over stand-ins of the foreign
+ops: all but the kernels."""
 
 import math
 from dataclasses import replace
@@ -41,11 +42,28 @@ def test_opcheck_of_the_core(name, scheduled):
     call = latents(f=replace(DEEPSEEK, q_dtype=float8, kv_dtype=float8))
     t = call.arguments
     with pretend(TARGETS[name]):
-        schedule = flashmla.written(t["seq_lens"], t["q_nope"].shape[1], bool(float8)) if scheduled else None
+        schedule = (
+            flashmla.written(t["seq_lens"], t["q_nope"].shape[1], bool(float8))
+            if scheduled
+            else None
+        )
     scales = (t["q_scale"], t["kv_scale"]) if float8 else ()
-    args = (t["q_nope"], t["q_pe"], t["latent_pages"], t["page_table"].clamp(min=0), t["seq_lens"], schedule, t["scale"], *scales)
+    args = (
+        t["q_nope"],
+        t["q_pe"],
+        t["latent_pages"],
+        t["page_table"].clamp(min=0),
+        t["seq_lens"],
+        schedule,
+        t["scale"],
+        *scales,
+    )
     with pretend(TARGETS[name]):
-        checked = torch.library.opcheck(getattr(torch.ops.attnops, f"mla_attention__{name}").default, args, test_utils=CHECKS[name])
+        checked = torch.library.opcheck(
+            getattr(torch.ops.attnops, f"mla_attention__{name}").default,
+            args,
+            test_utils=CHECKS[name],
+        )
     assert set(checked.values()) == {"SUCCESS"}
 
 
@@ -54,7 +72,9 @@ def test_heads_are_padded_and_pages_made_whole_tiles():
     with pretend(TARGETS["cutlass_mla"]), Ops() as seen:
         KERNELS["cutlass_mla"].run(call.record)
     *_, args = seen.given
-    out, q_nope, q_pe, _, lengths, table, workspace, scale, splits = [x.shape if isinstance(x, torch.Tensor) else x for x in args]
+    out, q_nope, q_pe, _, lengths, table, workspace, scale, splits = [
+        x.shape if isinstance(x, torch.Tensor) else x for x in args
+    ]
     assert (out, q_nope, q_pe) == ((3, 128, 512), (3, 128, 512), (3, 128, 64))
     assert call.arguments["page_table"].shape == (3, 5) and table == (3, 8)
     assert (lengths, scale, splits) == ((3,), 192**-0.5, 1)
@@ -78,7 +98,7 @@ def test_the_callers_workspace_is_used_behind_the_counters():
         assert not workspace.any()
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 
 def test_absent_wheels_are_named(monkeypatch):
@@ -131,7 +151,9 @@ def test_the_log_base_is_one_constant(monkeypatch, base):
     monkeypatch.setattr(sparse, "LOG_BASE_OF_PREFILL", base)
     with pretend(SM90), pytest.raises(AssertionError, match="lse"):
         check_kernel(SPARSE, listed())
-    monkeypatch.setattr(sources, "_found", lambda assume: replace(sources.SOURCES[0], lse_base=base))
+    monkeypatch.setattr(
+        sources, "_found", lambda assume: replace(sources.SOURCES[0], lse_base=base)
+    )
     with pretend(SM90):
         right(SPARSE, listed((128, 0, 3)))
 
@@ -139,14 +161,20 @@ def test_the_log_base_is_one_constant(monkeypatch, base):
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_but_the_kernel_and_a_copy_where_the_layout_permits(packed):
     spy = spied(listed(packed=packed, whole=True, f=replace(DEEPSEEK, q_heads=64, lse=True)))
-    lse = ["aten::nan_to_num"] if packed else ["aten::mul", "aten::nan_to_num"]  # a prefill's is to base 2
+    lse = (
+        ["aten::nan_to_num"] if packed else ["aten::mul", "aten::nan_to_num"]
+    )  # a prefill's is to base 2
     assert spy.work == [f"sgl_kernel::{FOREIGN[packed]}", "aten::copy_", *lse]
     query = spy.given[0][0]
-    assert query.stride()[-3:] == (64 * 576, 576, 1) if not packed else query.stride()[-2:] == (576, 1)
+    assert (
+        query.stride()[-3:] == (64 * 576, 576, 1) if not packed else query.stride()[-2:] == (576, 1)
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("have", "want"), [(1, 64), (16, 64), (64, 64), (65, 128), (80, 128), (128, 128)])
+@pytest.mark.parametrize(
+    ("have", "want"), [(1, 64), (16, 64), (64, 64), (65, 128), (80, 128), (128, 128)]
+)
 def test_heads_are_padded(packed, have, want):
     spy = spied(listed(packed=packed, f=replace(LSE, q_heads=have, sinks=BF16)))
     query, sinks = spy.given[0][0], spy.given[0][4 if packed else 5]
@@ -154,7 +182,10 @@ def test_heads_are_padded(packed, have, want):
     assert (sinks.shape, sinks.dtype) == ((want,), F32)
 
 
-@pytest.mark.parametrize(("packed", "topk", "want"), [(True, 1, 64), (True, 64, 64), (True, 65, 128), (False, 64, 128), (False, 256, 256)])
+@pytest.mark.parametrize(
+    ("packed", "topk", "want"),
+    [(True, 1, 64), (True, 64, 64), (True, 65, 128), (False, 64, 128), (False, 256, 256)],
+)
 def test_lists_are_padded_with_none(packed, topk, want):
     spy = spied(listed((1, 1), topk, packed=packed))
     indices = spy.given[0][2]
@@ -164,7 +195,9 @@ def test_lists_are_padded_with_none(packed, topk, want):
 
 def test_lengths_become_none_where_the_kernel_takes_no_lengths():
     packed = listed((5, 0), packed=True, lengths=True)
-    spy = spied(packed.with_(indices=packed.arguments["indices"].clamp(max=9)))  # slots past a list's length, too
+    spy = spied(
+        packed.with_(indices=packed.arguments["indices"].clamp(max=9))
+    )  # slots past a list's length, too
     assert spy.given[0][3] is None
     assert (spy.given[0][2][:, 0] >= 0).sum(1).tolist() == [5, 0]
     spy = spied(listed((5, 0), lengths=True))
@@ -186,7 +219,10 @@ def test_what_is_no_slot_is_not_seen(name, packed, lengths):
     if lengths:
         named &= torch.arange(indices.shape[1]) < a_call.arguments["topk_length"][:, None]
     free[indices[named].long()] = False
-    holed = replace(a_call.with_(indices=indices), free={"latent_pages": free.view(a_call.free["latent_pages"].shape)})
+    holed = replace(
+        a_call.with_(indices=indices),
+        free={"latent_pages": free.view(a_call.free["latent_pages"].shape)},
+    )
     # One of another project, which knows of no holes.
     plain = kernels_of(OP)["reference"]
 
@@ -194,7 +230,11 @@ def test_what_is_no_slot_is_not_seen(name, packed, lengths):
         assert ((call.indices >= -1) & (call.indices < slots)).all()
         plain.run(call)
 
-    kernel = replace(plain, name="another", run=body, takes=plain.takes - {"holes"}) if name == "another" else kernels_of(OP)[name]
+    kernel = (
+        replace(plain, name="another", run=body, takes=plain.takes - {"holes"})
+        if name == "another"
+        else kernels_of(OP)[name]
+    )
     if name == "another" and lengths:
         holed = holed.with_(indices=indices.masked_fill(indices == PAST, -1))
     with pretend(SM90):
@@ -206,6 +246,11 @@ def test_pages_that_start_askew_are_refused():
     pages = a_call.arguments["latent_pages"]
     room = torch.zeros(pages.numel() + 8, dtype=torch.uint8)
     askew = room[8:].view(pages.shape)
-    with pretend(SM90), pytest.raises(InvalidInput, match=r"^latent_pages.data_ptr\(\): got \d+, want a multiple of 16"):
+    with (
+        pretend(SM90),
+        pytest.raises(
+            InvalidInput, match=r"^latent_pages.data_ptr\(\): got \d+, want a multiple of 16"
+        ),
+    ):
         SPARSE.run(a_call.with_(latent_pages=askew).record)
     assert not standin.CALLS

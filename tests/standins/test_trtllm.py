@@ -1,4 +1,5 @@
-"""`xqa` and `trtllm` over stand-ins of FlashInfer's entry points: the whole path but the kernels themselves."""
+"""`xqa` and `trtllm` over stand-ins of FlashInfer's entry points: the whole path but the kernels
+themselves."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,7 +59,9 @@ QUERIES = {
 }
 
 
-@pytest.mark.parametrize(("name", "point"), [("xqa", n) for n in POINTS] + [("trtllm", n) for n in POINTS | QUERIES])
+@pytest.mark.parametrize(
+    ("name", "point"), [("xqa", n) for n in POINTS] + [("trtllm", n) for n in POINTS | QUERIES]
+)
 def test_points_that_are_not_in_the_grid(name, point):
     with VENDORS[name].running():
         right(PAGED[name], (POINTS | QUERIES)[point]())
@@ -66,16 +69,22 @@ def test_points_that_are_not_in_the_grid(name, point):
 
 def test_which_of_its_kernels_trtllm_calls():
     with VENDORS["trtllm"].running() as calls:
-        for point, name in (("verify", "decode"), ("extend", "context"), ("verify_all_keys", "context")):
+        for point, name in (
+            ("verify", "decode"),
+            ("extend", "context"),
+            ("verify_all_keys", "context"),
+        ):
             calls.clear()
             check_kernel(PAGED["trtllm"], QUERIES[point]())
             assert [c for c, _ in calls] == [f"trtllm_batch_{name}_with_kv_cache"]
 
 
 LARGE = [
-    ("xqa", POINTS["long_empty"]), ("trtllm", POINTS["long_empty"]), ("trtllm", QUERIES["extend"]),
+    ("xqa", POINTS["long_empty"]),
+    ("trtllm", POINTS["long_empty"]),
+    ("trtllm", QUERIES["extend"]),
     ("trtllm_mla", lambda: latents((1, 2, 1), f=replace(DEEPSEEK, lse=True), padding=1)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "make"), LARGE)
@@ -105,12 +114,19 @@ def test_the_exact_size_is_enough_and_one_byte_less_is_not(name, make):
         kernel = kernels_of(call.op)[name]
         size = kernel.workspace_bytes(call.problem)
         right(kernel, call.with_(workspace=scratch(size)))
-        short = (None, "None"), (scratch(memory.COUNTERS), r"\d+ bytes"), (scratch(size + 1)[1:], ".* at an address not a multiple of 16")
+        short = (
+            (None, "None"),
+            (scratch(memory.COUNTERS), r"\d+ bytes"),
+            (scratch(size + 1)[1:], ".* at an address not a multiple of 16"),
+        )
         for workspace, got in short:
             with pytest.raises(InvalidInput, match=rf"^workspace: got {got}, want >= \d+ bytes"):
                 kernel.run(call.with_(workspace=workspace).record)
         [refusal] = kernel.refusals(call.with_(workspace=scratch(size - 1)).problem)
-        assert str(refusal) == f"workspace={size - 1} bytes (wants >= {size} bytes, zeroed once: attnops.explain(...).workspace_bytes)"
+        assert str(refusal) == (
+            f"workspace={size - 1} bytes (wants >= {size} bytes, zeroed once: "
+            "attnops.explain(...).workspace_bytes)"
+        )
 
 
 def test_choice_with_and_without_a_workspace():
@@ -119,7 +135,9 @@ def test_choice_with_and_without_a_workspace():
         assert select(call.problem).kernel.name != "xqa"
         size = workspace_bytes(call.problem)
         assert size == PAGED["xqa"].workspace_bytes(call.problem)
-        assert choose(call.with_(workspace=torch.zeros(size, dtype=torch.uint8)).problem).name == "xqa"
+        assert (
+            choose(call.with_(workspace=torch.zeros(size, dtype=torch.uint8)).problem).name == "xqa"
+        )
         assert workspace_bytes(paged(replace(FLOAT8, mask="bool")).problem) == 0
 
 
@@ -135,9 +153,22 @@ def test_a_cache_brings_it_to_a_layer():
     q, k = torch.randn(1, 8, 64).to(BF16), torch.randn(1, 2, 64).to(BF16)
 
     def step(size):
-        cache = PagedCache(1, 8, 16, 2, 64, max_requests=3, max_pages_per_request=4, dtype=BF16, device="cpu", workspace_bytes=size)
+        cache = PagedCache(
+            1,
+            8,
+            16,
+            2,
+            64,
+            max_requests=3,
+            max_pages_per_request=4,
+            dtype=BF16,
+            device="cpu",
+            workspace_bytes=size,
+        )
         batch = cache.batch([cache.alloc()], 1)
-        return lambda: layer(q, k, k, batch=batch, k_pages=cache.k_pages[0], v_pages=cache.v_pages[0])
+        return lambda: layer(
+            q, k, k, batch=batch, k_pages=cache.k_pages[0], v_pages=cache.v_pages[0]
+        )
 
     with VENDORS["xqa"].running(), torch.no_grad():
         asked = attnops.explain(step(0), target=VENDORS["xqa"].target, quiet=True)
@@ -145,7 +176,10 @@ def test_a_cache_brings_it_to_a_layer():
         with pytest.raises(NoKernel, match="workspace=0 bytes"):
             step(0)()
         call = step(asked.workspace_bytes)
-        assert attnops.explain(call, target=VENDORS["xqa"].target, quiet=True).chosen()[-1] == "paged_attention.xqa"
+        assert (
+            attnops.explain(call, target=VENDORS["xqa"].target, quiet=True).chosen()[-1]
+            == "paged_attention.xqa"
+        )
         got, code = compiled_code(lambda: torch.compile(call, fullgraph=True)())
         assert "paged_attention.xqa" in kernel_calls(code)
         assert f"empty_strided_cpu(({asked.workspace_bytes}," not in code, "no one copies it"
@@ -154,8 +188,14 @@ def test_a_cache_brings_it_to_a_layer():
 
 def test_pages_of_odd_strides_are_seen():
     call = paged()
-    apart = call.map(lambda n, t: torch.nn.functional.pad(t, (0, 8))[..., :64] if n in ("k_pages", "v_pages") else t)
-    mixed = call.with_(v_pages=call.arguments["v_pages"].transpose(1, 2).contiguous().transpose(1, 2))
+    apart = call.map(
+        lambda n, t: (
+            torch.nn.functional.pad(t, (0, 8))[..., :64] if n in ("k_pages", "v_pages") else t
+        )
+    )
+    mixed = call.with_(
+        v_pages=call.arguments["v_pages"].transpose(1, 2).contiguous().transpose(1, 2)
+    )
     for odd, alike in ((call, True), (interleaved(BASE), True), (apart, False), (mixed, False)):
         assert odd.problem.pages.pages_alike is alike
 
@@ -164,7 +204,9 @@ def test_a_host_without_a_compiler_is_named(monkeypatch):
     monkeypatch.setattr(modules.shutil, "which", lambda name: None)
     monkeypatch.setattr(modules, "CUDA", "/nowhere")
     assert "flashinfer without nvcc and ninja" in str(modules.no_compiler(Target("cuda", 90)))
-    assert modules.no_compiler(VENDORS["xqa"].target) is None, "the probe looks for no package that the target assumes"
+    assert modules.no_compiler(VENDORS["xqa"].target) is None, (
+        "the probe looks for no package that the target assumes"
+    )
 
 
 @pytest.fixture
@@ -180,7 +222,9 @@ def two_gpus(monkeypatch):
 @pytest.mark.parametrize("case", ["page_64", "float8", "sinks"])
 def test_a_copy_of_the_library_is_called_as_the_package_calls_it(two_gpus, case, calls):
     right(PAGED["xqa"], POINTS[case]())
-    assert "xqa_wrapper" in [name for name, _ in calls] and "get_xqa_module" not in [name for name, _ in calls]
+    assert "xqa_wrapper" in [name for name, _ in calls] and "get_xqa_module" not in [
+        name for name, _ in calls
+    ]
 
 
 def test_each_gpu_has_a_library_of_its_own(two_gpus, calls):
@@ -213,7 +257,9 @@ def test_where_no_copy_loads_xqa_says_so_and_is_chosen_no_more(two_gpus, monkeyp
 
 def test_a_temporary_folder_without_libraries_is_named(two_gpus, monkeypatch):
     monkeypatch.setattr(modules.shutil, "which", lambda name: name)
-    monkeypatch.setattr(devices.os, "statvfs", lambda folder: SimpleNamespace(f_flag=devices.os.ST_NOEXEC))
+    monkeypatch.setattr(
+        devices.os, "statvfs", lambda folder: SimpleNamespace(f_flag=devices.os.ST_NOEXEC)
+    )
     assert "TMPDIR" in str(devices.xqa_missing(Target("cuda", 90)))
     assert devices.xqa_missing(VENDORS["xqa"].target) is None, "another machine"
     monkeypatch.setattr(devices, "visible", lambda: 1)

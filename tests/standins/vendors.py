@@ -1,4 +1,5 @@
-"""The kernels that have a stand-in, by name: how it is put in place, and the machine that is taken to have the package."""
+"""The kernels that have a stand-in, by name: how it is put in place, and the machine that is taken
+to have the package."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -37,7 +38,8 @@ BF16, WIDE = torch.bfloat16, (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Vendor:
-    """installed: puts the stand-in in place, and gives the record of its calls. arch: of the GPU that has the packages."""
+    """installed: puts the stand-in in place, and gives the record of its calls. arch: of the GPU
+    that has the packages."""
 
     installed: Callable[[], AbstractContextManager[Any]]
     packages: tuple[str, ...] = ()
@@ -54,7 +56,8 @@ class Vendor:
 
     @contextmanager
     def running(self, arch: int = 0) -> Iterator[Any]:
-        """As on such a machine, of another architecture if asked for; gives the record of the stand-in's calls.
+        """As on such a machine, of another architecture if asked for; gives the record of the
+        stand-in's calls.
 
         Skips where the package itself is installed.
         """
@@ -67,7 +70,8 @@ class Vendor:
 
 @contextmanager
 def flex_on_a_cpu() -> Iterator[list[int]]:
-    """flex's vendor uncompiled, without its refusal of a CPU. Its calls, of which each says its number of requests."""
+    """flex's vendor uncompiled, without its refusal of a CPU. Its calls, of which each says its
+    number of requests."""
     calls: list[int] = []
 
     def call(query: Any, *given: Any, **more: Any) -> Any:

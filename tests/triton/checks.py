@@ -1,4 +1,5 @@
-"""What tests of Triton's kernels share: the machine, how calls are split, and the check of one call."""
+"""What tests of Triton's kernels share: the machine, how calls are split, and the check of one
+call."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,11 @@ def mode(name: str) -> Iterator[None]:
 
     before = grids.LEAST_KEYS, grids.LEAST_LATENTS, grids.SPLIT_KEYS, gpu.INTERPRETED
     if name == "split":
-        grids.LEAST_KEYS, grids.LEAST_LATENTS, gpu.INTERPRETED = 1, 1, gpu.INTERPRETED._replace(multiprocessors=16)
+        grids.LEAST_KEYS, grids.LEAST_LATENTS, gpu.INTERPRETED = (
+            1,
+            1,
+            gpu.INTERPRETED._replace(multiprocessors=16),
+        )
     if name == "deterministic":
         grids.SPLIT_KEYS = 128
     attention._launches.cache_clear()
@@ -50,7 +55,8 @@ def mode(name: str) -> Iterator[None]:
 
 
 def check(call: Call, name: str = "as_is", refused: Collection[str] | None = None) -> Figures:
-    """The kernel is right in a mode. refused: fields by which it may refuse; None: those of its op."""
+    """The kernel is right in a mode. refused: fields by which it may refuse; None: those of its
+    op."""
     kernel = triton(call.op)
     with mode(name):
         figures = check_kernel(invariant(kernel) if name == "deterministic" else kernel, call)

@@ -41,12 +41,15 @@ def overlap_on(arch):
 
 
 def launched(call, arch, module="attention"):
-    """(device function, arguments) of everything that a call launches on `arch`; nothing is launched. module: of launch/."""
+    """(device function, arguments) of everything that a call launches on `arch`; nothing is
+    launched. module: of launch/."""
     from attnops.kernels.shared.launch.gpu import Gpu
 
     host = import_module(f"attnops.kernels.triton.launch.{module}")
     with ExitStack() as patches:
-        found = patches.enter_context(recorded(host, Gpu(132, MEMORY[arch], arch == 90, arch >= 89)))
+        found = patches.enter_context(
+            recorded(host, Gpu(132, MEMORY[arch], arch == 90, arch >= 89))
+        )
         if hasattr(host, "overlaps"):
             patches.enter_context(patch.object(host, "overlaps", lambda device: overlap_on(arch)))
         kernels_of(call.op)["triton"].run(call.record)
@@ -56,13 +59,22 @@ def launched(call, arch, module="attention"):
 
 @contextmanager
 def recorded(host, on):
-    """(device function, arguments) of what the module `host` launches in the block, as on a GPU. Nothing is launched."""
+    """(device function, arguments) of what the module `host` launches in the block, as on a GPU.
+    Nothing is launched."""
     from attnops.kernels.shared.launch import gpu
 
     found = []
 
     def launch(kernel, grid, given, args=(), warps=4):
-        found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | given | {"num_warps": warps} | gpu.OPTIONS))
+        found.append(
+            (
+                kernel,
+                dict(zip(kernel.arg_names, args, strict=False))
+                | given
+                | {"num_warps": warps}
+                | gpu.OPTIONS,
+            )
+        )
 
     before = host.launch, gpu.INTERPRETED
     host.launch, gpu.INTERPRETED = launch, on
@@ -73,7 +85,8 @@ def recorded(host, on):
 
 
 def compile_for(arch, kernel, given, dtype):
-    """Triton's result for one launch. `dtype`: the query's, which a launch on the CPU would not compute in."""
+    """Triton's result for one launch. `dtype`: the query's, which a launch on the CPU would not
+    compute in."""
     import triton.language as tl
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
@@ -93,13 +106,20 @@ def compile_for(arch, kernel, given, dtype):
             divisible.append(at)
         elif isinstance(x, float):
             signature[name] = "fp32"
-        elif isinstance(x, int) and not isinstance(x, bool) and not name.isupper() and (name in varying or x != 1):
+        elif (
+            isinstance(x, int)
+            and not isinstance(x, bool)
+            and not name.isupper()
+            and (name in varying or x != 1)
+        ):
             signature[name] = "i32" if -(2**31) <= x < 2**31 else "i64"
             divisible += [at] if name not in varying and x % 16 == 0 else []
         else:
             signature[name] = "constexpr"
             constants[(at,)] = x
-    source = ASTSource(kernel, signature, constants, {(at,): [["tt.divisibility", 16]] for at in divisible})
+    source = ASTSource(
+        kernel, signature, constants, {(at,): [["tt.divisibility", 16]] for at in divisible}
+    )
     return triton_compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -114,7 +134,12 @@ def told(binary, arch):
         command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     text = done.stdout + done.stderr
-    print(binary.metadata.name, f"sm{arch}", re.search(r"Used \d+ registers", text)[0], f"{binary.metadata.shared} bytes shared")
+    print(
+        binary.metadata.name,
+        f"sm{arch}",
+        re.search(r"Used \d+ registers", text)[0],
+        f"{binary.metadata.shared} bytes shared",
+    )
     return text
 
 
@@ -124,7 +149,8 @@ def spilled(binary, arch, text=""):
 
 
 def built(arch, kernel, given, dtype, limit=0):
-    """As `compile_for`, and fits: into shared memory, and into registers but for `limit` bytes that spill."""
+    """As `compile_for`, and fits: into shared memory, and into registers but for `limit` bytes that
+    spill."""
     binary = compile_for(arch, kernel, dict(given), dtype)
     assert binary.metadata.shared <= MEMORY[arch]
     assert spilled(binary, arch) <= limit
@@ -143,7 +169,10 @@ def from_3_9():
 
 def waits_first(ptx):
     """Does the kernel wait for the one before it, and before any access?"""
-    return re.search(r"griddepcontrol\.wait|\b(?:ld|st|atom|red)\.global|cp\.async|prefetch", ptx)[0] == "griddepcontrol.wait"
+    return (
+        re.search(r"griddepcontrol\.wait|\b(?:ld|st|atom|red)\.global|cp\.async|prefetch", ptx)[0]
+        == "griddepcontrol.wait"
+    )
 
 
 def waits_as_told(binary, given, arch):

@@ -1,7 +1,8 @@
-"""Runs tests in processes of their own, because Triton decides when it is imported whether it interprets or compiles.
+"""Runs tests in processes of their own, because Triton decides when it is imported whether it
+interprets or compiles.
 
-The one process interprets: kernels run on CPU tensors. The other compiles and launches nothing. Neither sees a GPU. Every test process
-has at most one of each.
+The one process interprets: kernels run on CPU tensors. The other compiles and launches nothing.
+Neither sees a GPU. Every test process has at most one of each.
 """
 
 import functools
@@ -20,12 +21,16 @@ from unittest.mock import patch
 
 import pytest
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install 'attnops[triton]'")
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed: pip install 'attnops[triton]'"
+)
 
 
 @functools.cache
 def _process(interpret: bool) -> ProcessPoolExecutor:
-    with patch.dict(os.environ, {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": ""}):
+    with patch.dict(
+        os.environ, {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": ""}
+    ):
         pool = ProcessPoolExecutor(1, get_context("spawn"), _prepare, (interpret,))
         pool.submit(int).result()
     return pool
@@ -44,7 +49,8 @@ def _prepare(interpret: bool) -> None:
         create_splat = interpreter.InterpreterBuilder.create_splat
 
         def splat(builder: Any, kind: Any, value: Any) -> Any:
-            # Triton makes int32 of a flag that it spreads over a block. From 3.9 on it refuses such a mask.
+            # Triton makes int32 of a flag that it spreads over a block. From 3.9 on it refuses such
+            # a mask.
             found = create_splat(builder, kind, value)
             if value.data.dtype == bool:
                 found.data = found.data.astype(bool)
@@ -58,8 +64,9 @@ def _prepare(interpret: bool) -> None:
         modules = set()
 
         def patched_once(function: Any) -> Any:
-            # Triton looks through its whole language at every call of a device function, a third of the time it takes, and undoes
-            # after a launch what it changed. Nothing compiles here, so what is changed can stay.
+            # Triton looks through its whole language at every call of a device function, a third of
+            # the time it takes, and undoes after a launch what it changed. Nothing compiles here,
+            # so what is changed can stay.
             if function.__module__ not in modules:
                 modules.add(function.__module__)
                 patch_language(function)
@@ -77,7 +84,8 @@ def _prepare(interpret: bool) -> None:
         interpreter._patch_lang_tensor, interpreter._patch_lang = patched, patched_once
         interpreter._get_np_dtype = numpy_type_once
         interpreter.InterpreterBuilder.create_splat = splat
-        # Without `debug` Triton computes whether each sum of integers overflows, a third of the time it takes, and drops the answer.
+        # Without `debug` Triton computes whether each sum of integers overflows, a third of the
+        # time it takes, and drops the answer.
         options = interpreter.interpreter_builder.options
         assert not options.debug
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
@@ -95,7 +103,9 @@ def _run(module: str, name: str, given: dict[str, Any]) -> tuple[str, str]:
         test.__wrapped__(**given)
     except pytest.skip.Exception as skipped:
         return "skipped", str(skipped)
-    except BaseException:  # whatever it is, it is told as text: not every exception survives the way back
+    except (
+        BaseException
+    ):  # whatever it is, it is told as text: not every exception survives the way back
         return "failed", traceback.format_exc()
     return "passed", ""
 
@@ -104,7 +114,9 @@ def _elsewhere(interpret: bool, test: Callable[..., None]) -> Callable[..., None
     @needs_triton
     @functools.wraps(test)
     def run(**given: Any) -> None:
-        outcome, text = _process(interpret).submit(_run, test.__module__, test.__name__, given).result()
+        outcome, text = (
+            _process(interpret).submit(_run, test.__module__, test.__name__, given).result()
+        )
         if outcome == "skipped":
             pytest.skip(text)
         assert outcome == "passed", text
@@ -113,7 +125,8 @@ def _elsewhere(interpret: bool, test: Callable[..., None]) -> Callable[..., None
 
 
 def interpreted(test: Callable[..., None]) -> Callable[..., None]:
-    """Run the test where Triton interprets. Its arguments go there pickled; it takes no fixtures."""
+    """Run the test where Triton interprets. Its arguments go there pickled; it takes no
+    fixtures."""
     return _elsewhere(True, test)
 
 

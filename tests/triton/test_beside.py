@@ -1,4 +1,5 @@
-"""Kernels are compiled in threads before they are launched. Stand-ins for Triton's kernels and its compiler say the order."""
+"""Kernels are compiled in threads before they are launched. Stand-ins for Triton's kernels and its
+compiler say the order."""
 
 import subprocess
 import sys
@@ -41,7 +42,8 @@ class Compiler:
 
 
 def begun(found, *calls):
-    """`found` with the launches of these calls begun: (kernel, argument, the others by name) of each."""
+    """`found` with the launches of these calls begun: (kernel, argument, the others by name) of
+    each."""
 
     def run(call):
         for kernel, x, given in calls:
@@ -70,11 +72,15 @@ def test_a_launch_waits_for_the_thread_that_compiles_its_kernel():
     assert compiler.began.acquire(timeout=LIMIT)
 
     def launch():
-        assert not found.takes(kernel, (1,), (x,), {"rows": 64, "WIDE": 8})  # a kernel of Triton serves both
+        assert not found.takes(
+            kernel, (1,), (x,), {"rows": 64, "WIDE": 8}
+        )  # a kernel of Triton serves both
         order.append("launched")
 
     thread = in_a_thread(launch)
-    assert not found.takes(kernel, (1,), (x,), {"rows": 64, "WIDE": 16})  # another one, which no thread compiles
+    assert not found.takes(
+        kernel, (1,), (x,), {"rows": 64, "WIDE": 16}
+    )  # another one, which no thread compiles
     order.append("compiled")
     compiler.free.set()
     thread.join(LIMIT)
@@ -96,7 +102,11 @@ OTHERS += [(X[4:], True), (X[1:], False), (X.double(), False), (None, False)]
 @pytest.mark.parametrize(("other", "alike"), OTHERS, ids=str)
 def test_launches_of_one_compiled_kernel_are_compiled_once(other, alike):
     """Numbers that Triton tells apart, addresses and dtypes make another kernel."""
-    compiler, kernel, given = Compiler(held=True), Kernel(), {"rows": 32, "WIDE": 8, "num_stages": 2}
+    compiler, kernel, given = (
+        Compiler(held=True),
+        Kernel(),
+        {"rows": 32, "WIDE": 8, "num_stages": 2},
+    )
     second = (kernel, X, given | other) if isinstance(other, dict) else (kernel, other, given)
     found = begun(Beside(compiler), (kernel, X, given), second)
     compiler.free.set()
@@ -240,7 +250,9 @@ while not built:
 
 @pytest.mark.full
 def test_a_process_ends_after_the_kernels_that_threads_have_begun():
-    done = subprocess.run([sys.executable, "-c", END], capture_output=True, text=True, timeout=LIMIT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", END], capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     assert 1 <= done.stdout.count("built") <= beside.MOST_THREADS, done.stderr
 
 
@@ -255,6 +267,14 @@ def test_calls_on_fake_tensors_are_compiled_and_not_launched():
     with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnops.kernels.shared.launch.gpu.BESIDE", noted)
         key, pages = torch.empty(5, 2, 16), torch.empty(3, 4, 2, 16)
-        noted.begin(data.write_kv, WriteKV(key, key, pages, pages, torch.empty(5, dtype=torch.int64)))
-    assert triton and [launch.grid for launch in launches] and all(launch.given["PAGE"] == 4 for launch in launches)
-    assert {x.dtype for launch in launches for x in launch.args if isinstance(x, beside.Pointer)} == {F32, torch.int64}
+        noted.begin(
+            data.write_kv, WriteKV(key, key, pages, pages, torch.empty(5, dtype=torch.int64))
+        )
+    assert (
+        triton
+        and [launch.grid for launch in launches]
+        and all(launch.given["PAGE"] == 4 for launch in launches)
+    )
+    assert {
+        x.dtype for launch in launches for x in launch.args if isinstance(x, beside.Pointer)
+    } == {F32, torch.int64}

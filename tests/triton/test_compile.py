@@ -1,4 +1,5 @@
-"""The device functions through Triton's compiler and ptxas, for GPUs that are not there: what would be launched, compiled."""
+"""The device functions through Triton's compiler and ptxas, for GPUs that are not there: what would
+be launched, compiled."""
 
 from dataclasses import replace
 
@@ -8,7 +9,17 @@ import torch
 from attnops.ops.case_data import BF16, E4M3, F16, F32, INT8
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Source, gradient_call, make_call
-from tests.triton.compiling import MEMORY, built, compile_for, from_3_9, launched, launches_overlap, release, spilled, told
+from tests.triton.compiling import (
+    MEMORY,
+    built,
+    compile_for,
+    from_3_9,
+    launched,
+    launches_overlap,
+    release,
+    spilled,
+    told,
+)
 from tests.triton.process import compiled
 
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8, causal=True)
@@ -17,7 +28,9 @@ WIDE = replace(LLAMA, head_dim=576, v_head_dim=512, q_heads=8, kv_heads=2)
 
 
 def paged(f, q_len, page=16, keys=2048, **more):
-    return lambda: make_call("paged_attention", Source(), (q_len,), (max(keys, q_len),), page, f, padding=0, **more)
+    return lambda: make_call(
+        "paged_attention", Source(), (q_len,), (max(keys, q_len),), page, f, padding=0, **more
+    )
 
 
 def dense(f, **ranges):
@@ -34,7 +47,10 @@ CALLS = {
     "decode_page_1": (paged(LLAMA, 1, 1), 0),
     "decode_d256": (paged(replace(LLAMA, head_dim=256), 1), 16),
     "decode_int8": (paged(replace(LLAMA, kv_dtype=INT8), 1), 0),
-    "decode_every_feature": (paged(replace(LLAMA, window=(512, -1), softcap=30.0, sinks=BF16, lse=True), 1), 0),
+    "decode_every_feature": (
+        paged(replace(LLAMA, window=(512, -1), softcap=30.0, sinks=BF16, lse=True), 1),
+        0,
+    ),
     "decode_temperature": (paged(replace(LLAMA, softcap=30.0, temperature=True), 1), 0),
     "verify_tree": (paged(replace(LLAMA, mask="bool"), 16), 0),
     # 256 rows spill and were the faster on an H200 all the same.
@@ -46,12 +62,29 @@ CALLS = {
     # The sum of 64 rows of 512 numbers takes all registers, as that of latents does.
     "extend_d576": (paged(WIDE, 200), 256),
     "dense": (dense(LLAMA), 96),
-    "dense_ranges": (dense(replace(LLAMA, softcap=30.0, sinks=BF16), kv_start=(3, 0), kv_end=(300, 290), index=torch.int32), 256),
+    "dense_ranges": (
+        dense(
+            replace(LLAMA, softcap=30.0, sinks=BF16),
+            kv_start=(3, 0),
+            kv_end=(300, 290),
+            index=torch.int32,
+        ),
+        256,
+    ),
     # Keys of 222 bytes are loaded through registers.
-    "dense_d111": (dense(replace(LLAMA, dtype=F16, head_dim=111, q_heads=6, kv_heads=2, window=(50, -1))), 256),
+    "dense_d111": (
+        dense(replace(LLAMA, dtype=F16, head_dim=111, q_heads=6, kv_heads=2, window=(50, -1))),
+        256,
+    ),
     "dense_float8_query": (dense(replace(LLAMA, q_dtype=E4M3, kv_dtype=E4M3, window=(50, -1))), 0),
     "packed_d256_mask": (
-        lambda: make_call("varlen_attention", Source(), (200, 100), (200, 150), replace(LLAMA, head_dim=256, mask="bool", softcap=30.0)),
+        lambda: make_call(
+            "varlen_attention",
+            Source(),
+            (200, 100),
+            (200, 150),
+            replace(LLAMA, head_dim=256, mask="bool", softcap=30.0),
+        ),
         0,
     ),
     "mla_128_heads": (mla(V3), 256),
@@ -59,15 +92,30 @@ CALLS = {
     "mla_128_heads_float8": (mla(replace(V3, kv_dtype=E4M3)), 0),
 }
 ELSEWHERE = [
-    (80, "decode"), (80, "decode_int8"), (80, "extend"), (80, "mla_128_heads"), (89, "mla_float32"), (89, "extend"), (100, "decode"),
-    (100, "extend"), (80, "extend_d576"), (89, "extend_d576"), (100, "extend_d576"),
-]  # fmt: skip
+    (80, "decode"),
+    (80, "decode_int8"),
+    (80, "extend"),
+    (80, "mla_128_heads"),
+    (89, "mla_float32"),
+    (89, "extend"),
+    (100, "decode"),
+    (100, "extend"),
+    (80, "extend_d576"),
+    (89, "extend_d576"),
+    (100, "extend_d576"),
+]
 
 
-# Bytes that spill on SM90 where the bounds above, which are those of Triton 3.7, do not allow them. Triton 3.6 compiled what is
-# measured. No code of 3.9 is measured yet.
+# Bytes that spill on SM90 where the bounds above, which are those of Triton 3.7, do not allow them.
+# Triton 3.6 compiled what is measured. No code of 3.9 is measured yet.
 SPILLS_TO_3_6 = {"extend_d576": 288}
-SPILLS_FROM_3_9 = {"extend_d576": 512, "d128": 64, "d128_window": 64, "unlike_dims": 448, "softcap": 256}
+SPILLS_FROM_3_9 = {
+    "extend_d576": 512,
+    "d128": 64,
+    "d128_window": 64,
+    "unlike_dims": 448,
+    "softcap": 256,
+}
 
 
 def allowed(name, arch, limit):
@@ -84,7 +132,13 @@ def check(name, arch, limit):
     query = call.arguments.get("query", call.arguments.get("q_nope"))
     whole = query.shape[-1] * query.dtype.itemsize % 16 == 0
     for kernel, given in launched(call, arch):
-        binary = built(arch, kernel, given, BF16 if query.dtype == E4M3 else query.dtype, allowed(name, arch, limit))
+        binary = built(
+            arch,
+            kernel,
+            given,
+            BF16 if query.dtype == E4M3 else query.dtype,
+            allowed(name, arch, limit),
+        )
         ptx = binary.asm["ptx"]
         assert ("griddepcontrol" in ptx) == given["OVERLAP"]
         if kernel.__name__ == "attend" and query.dtype != F32:
@@ -93,7 +147,9 @@ def check(name, arch, limit):
             assert ("wgmma" in ptx) == (arch == 90 and given["TILE_M"] >= 64)
 
 
-ON = [(90, name, limit) for name, (_, limit) in CALLS.items()] + [(arch, name, 512) for arch, name in ELSEWHERE]
+ON = [(90, name, limit) for name, (_, limit) in CALLS.items()] + [
+    (arch, name, 512) for arch, name in ELSEWHERE
+]
 
 
 @pytest.mark.sweep(13)
@@ -120,7 +176,8 @@ def test_merge():
             built(90, kernel, given, dtype)
 
 
-# The call, and the bytes of registers that may spill on SM90. Without these tiles, a thousand of them did.
+# The call, and the bytes of registers that may spill on SM90. Without these tiles, a thousand of
+# them did.
 GRADIENTS = {
     "d128": (LLAMA, 32),
     "d128_window": (replace(LLAMA, window=(1023, -1)), 32),
@@ -138,19 +195,29 @@ GRADIENTS = {
 
 
 @pytest.mark.sweep(18)
-@pytest.mark.parametrize(("arch", "name"), [(90, name) for name in GRADIENTS] + [(80, "d128"), (89, "d64_window"), (100, "d64_window")])
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [(90, name) for name in GRADIENTS] + [(80, "d128"), (89, "d64_window"), (100, "d64_window")],
+)
 @compiled
 def test_gradients(arch, name):
     f, limit = GRADIENTS[name]
-    call = gradient_call(Source(), make_call("attention", Source(), 1, 64, 64, f), mask_grad=f.mask == "additive")
+    call = gradient_call(
+        Source(), make_call("attention", Source(), 1, 64, 64, f), mask_grad=f.mask == "additive"
+    )
     found = launched(call, arch, "gradient")
-    assert [k.__name__ for k, _ in found] == ["grad_queries", "grad_keys", *["grad_mask"] * (f.mask == "additive")]
+    assert [k.__name__ for k, _ in found] == [
+        "grad_queries",
+        "grad_keys",
+        *["grad_mask"] * (f.mask == "additive"),
+    ]
     for kernel, given in found:
         binary = compile_for(arch, kernel, dict(given), f.dtype)
         text = told(binary, arch)
         assert binary.metadata.shared <= MEMORY[arch]
         assert spilled(binary, arch, text) <= (allowed(name, arch, limit) if arch == 90 else 1024)
-        # ptxas waits for each product where a register of a sum is written between two of them, be it on the way past a loop.
+        # ptxas waits for each product where a register of a sum is written between two of them, be
+        # it on the way past a loop.
         assert "serialized" not in text
         assert ("wgmma" in binary.asm["ptx"]) == (arch == 90 and f.dtype != F32)
 
@@ -158,14 +225,17 @@ def test_gradients(arch, name):
 @pytest.mark.full
 @compiled
 def test_gradients_of_far_rows():
-    """Offsets within a tile have 64 bits where a tensor's rows are that far apart; registers may spill."""
+    """Offsets within a tile have 64 bits where a tensor's rows are that far apart; registers may
+    spill."""
     import triton.language as tl
 
     f = replace(LLAMA, head_dim=64, mask="additive")
     call = gradient_call(Source(), make_call("attention", Source(), 1, 64, 64, f), mask_grad=True)
     near = call.arguments["query"]
     far = torch.empty_strided(near.shape, (0, 1 << 25, 64, 1), dtype=BF16, device="meta")
-    found = [each for query in (near, far) for each in launched(call.with_(query=query), 90, "gradient")]
+    found = [
+        each for query in (near, far) for each in launched(call.with_(query=query), 90, "gradient")
+    ]
     assert [g["OFFSETS"] for _, g in found] == [tl.int32] * 3 + [tl.int64] * 3
     for kernel, arguments in found[3:]:
         assert compile_for(90, kernel, dict(arguments), f.dtype).metadata.shared <= MEMORY[90]

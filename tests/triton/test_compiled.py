@@ -1,4 +1,5 @@
-"""Launches past Triton's search for a compiled kernel: which go to the kernel of one before, and with which arguments."""
+"""Launches past Triton's search for a compiled kernel: which go to the kernel of one before, and
+with which arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Compiled:
 
 
 class Kernel:
-    """In place of Triton's function: each launch through its search gives another compiled kernel."""
+    """In place of Triton's function: each launch through its search gives another compiled
+    kernel."""
 
     pre_run_hooks: tuple[object, ...] = ()
     arg_names = ("x", "size", "scale", "BLOCK", "LAST")
@@ -48,7 +50,9 @@ MEMORY = torch.zeros(64)  # torch aligns memory to 64 bytes
 
 
 def launch(kernel, x=MEMORY, size=32, scale=0.5, last=7, warps=4):
-    compiled.launch_compiled(kernel, (3, 2), (x, size), {"LAST": last, "scale": scale, "BLOCK": 16, "num_warps": warps})
+    compiled.launch_compiled(
+        kernel, (3, 2), (x, size), {"LAST": last, "scale": scale, "BLOCK": 16, "num_warps": warps}
+    )
 
 
 def test_a_launch_like_one_before_goes_to_its_kernel_with_arguments_in_order(kernel):
@@ -63,7 +67,16 @@ def test_a_launch_like_one_before_goes_to_its_kernel_with_arguments_in_order(ker
 
 @pytest.mark.parametrize(
     "other",
-    [{"size": 33}, {"size": 32.0}, {"scale": 1}, {"warps": 8}, {"last": 8}, {"x": MEMORY[1:]}, {"x": MEMORY.half()}, {"x": None}],
+    [
+        {"size": 33},
+        {"size": 32.0},
+        {"scale": 1},
+        {"warps": 8},
+        {"last": 8},
+        {"x": MEMORY[1:]},
+        {"x": MEMORY.half()},
+        {"x": None},
+    ],
     ids=str,
 )
 def test_a_launch_of_another_kind_is_searched_for(kernel, other):

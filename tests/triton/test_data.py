@@ -1,4 +1,5 @@
-"""`triton`'s kernels that move data, through the interpreter: the grid, the reference's bits, any layout, overlap, opcheck."""
+"""`triton`'s kernels that move data, through the interpreter: the grid, the reference's bits, any
+layout, overlap, opcheck."""
 
 from unittest.mock import patch
 
@@ -34,17 +35,25 @@ def results(run, call):
     mine = call.map(lambda _, t: clone(t))
     with pretend(SM90):
         returned = run(mine.record)
-    values = returned if isinstance(returned, tuple) else (returned,) if returned is not None else [mine.arguments[n] for n in mine.mutated]
+    values = (
+        returned
+        if isinstance(returned, tuple)
+        else (returned,)
+        if returned is not None
+        else [mine.arguments[n] for n in mine.mutated]
+    )
     return [v.contiguous().view(U8) for v in values]
 
 
 def check_bits(call):
     kernels = kernels_of(call.op)
-    for ours, theirs in zip(results(kernels["triton"].run, call), results(kernels["reference"].run, call), strict=True):
+    for ours, theirs in zip(
+        results(kernels["triton"].run, call), results(kernels["reference"].run, call), strict=True
+    ):
         assert torch.equal(ours, theirs), call
 
 
-# Bit for bit ----------------------------------------------------------------------------------------------------------
+# Bit for bit --------------------------------------------------------------------------------------
 
 
 SCALES = {"one": (1.0,), "a_third": (1 / 3,), "by_head": (0.07, 3.0, 1.0, 1e-3)}
@@ -62,7 +71,13 @@ def test_quantised_bits(dtype, stored, scale):
     slots = torch.arange(x.shape[0], dtype=torch.int32)
     scales = torch.tensor(SCALES[scale])
     call = make_call("write_kv", Source(), (0,), 1, 1, Features(kv_dtype=stored)).with_(
-        key=x, value=x.flip(0), k_pages=pages, v_pages=pages.clone(), slots=slots, k_scale=scales, v_scale=scales[:1].clone()
+        key=x,
+        value=x.flip(0),
+        k_pages=pages,
+        v_pages=pages.clone(),
+        slots=slots,
+        k_scale=scales,
+        v_scale=scales[:1].clone(),
     )
     check_bits(call)
 
@@ -72,8 +87,18 @@ def test_float_pages_with_scales():
     for dtype in (BF16, F16, F32):
         x = Source(3).normal(40, 2, 16, dtype=dtype)
         for k_scale, v_scale in ((torch.tensor([0.3]), None), (None, torch.tensor([0.7, 3.0]))):
-            call = make_call("write_kv", Source(), range(40), 3, 16, Features(dtype=dtype)).with_(key=x, value=x.clone())
-            check_bits(call.with_(**{n: s for n, s in (("k_scale", k_scale), ("v_scale", v_scale)) if s is not None}))
+            call = make_call("write_kv", Source(), range(40), 3, 16, Features(dtype=dtype)).with_(
+                key=x, value=x.clone()
+            )
+            check_bits(
+                call.with_(
+                    **{
+                        n: s
+                        for n, s in (("k_scale", k_scale), ("v_scale", v_scale))
+                        if s is not None
+                    }
+                )
+            )
 
 
 @pytest.mark.sweep(3)
@@ -91,14 +116,16 @@ def test_same_bits_as_the_reference(op):
 def test_what_is_not_finite_stays_so():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).repeat(4).reshape(1, 1, 16)
     for stored in (E4M3, E5M2):
-        call = make_call("write_kv", Source(), (2,), 1, 4, Features(kv_heads=1, kv_dtype=stored)).with_(key=x, value=x.clone())
+        call = make_call(
+            "write_kv", Source(), (2,), 1, 4, Features(kv_heads=1, kv_dtype=stored)
+        ).with_(key=x, value=x.clone())
         call = call.with_(k_scale=torch.ones(1), v_scale=torch.ones(1))
         kernels_of("write_kv")["triton"].run(call.record)
         got, top = call.arguments["k_pages"][0, 2, 0].float(), torch.finfo(stored).max
         assert got[0].isnan() and got[1:4].tolist() == [top, -top, 1.0]
 
 
-# Layouts, sizes -------------------------------------------------------------------------------------------------------
+# Layouts, sizes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -106,8 +133,14 @@ def test_what_is_not_finite_stays_so():
 @interpreted
 def test_many_tokens(op):
     """Tiles of several tokens, ragged ends, rows wider than a tile."""
-    f = Features(dtype=BF16, head_dim=128, kv_heads=12, v_head_dim=80) if op == "write_kv" else DEEPSEEK
-    call = make_call(op, Source(2), [i if i % 7 else -1 for i in Source(2).permutation(300)], 20, 16, f)
+    f = (
+        Features(dtype=BF16, head_dim=128, kv_heads=12, v_head_dim=80)
+        if op == "write_kv"
+        else DEEPSEEK
+    )
+    call = make_call(
+        op, Source(2), [i if i % 7 else -1 for i in Source(2).permutation(300)], 20, 16, f
+    )
     check(call)
     check_bits(call)
 
@@ -116,10 +149,17 @@ def test_many_tokens(op):
 @pytest.mark.parametrize("entries", [1, 5, 256, 257, 600])
 @interpreted
 def test_copies_that_overlap(entries):
-    """On both sides of the change from one launch to a scratch, and with a scratch that holds one layer at a time."""
+    """On both sides of the change from one launch to a scratch, and with a scratch that holds one
+    layer at a time."""
     turned = Source(entries).permutation(entries)
     call = make_call(
-        "copy_kv", Source(1), tuple(enumerate(turned)), 3, 40, 16, Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3)
+        "copy_kv",
+        Source(1),
+        tuple(enumerate(turned)),
+        3,
+        40,
+        16,
+        Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3),
     )
     check_bits(call)
     with patch.object(tiles, "SCRATCH", 1):
@@ -177,7 +217,8 @@ def test_slots_outside_the_pages_are_neither_written_nor_copied():
 @pytest.mark.parametrize("shape", [(130, 3, 5), (64, 2), (1, 4, 700)], ids=str)
 @interpreted
 def test_rows_of_no_request_are_cleared(shape):
-    """As what aten's flash kernels leave unwritten: the rest keeps its bits, in one tensor or two."""
+    """As what aten's flash kernels leave unwritten: the rest keeps its bits, in one tensor or
+    two."""
     from attnops.kernels.shared.launch.rows import clear_rows
 
     for end in {0, 1, shape[0] - 1, shape[0], min(64, shape[0])}:
@@ -187,7 +228,13 @@ def test_rows_of_no_request_are_cleared(shape):
                 rows = torch.randn(shape[0] + 70 * n, *shape[1:], dtype=(BF16, F32, BF16)[n])
                 before.append(rows.clone())
                 rows[end + n :] = float("nan")
-                parts.append((torch.tensor([0, 7, end + n], dtype=torch.int32), rows, (0.0, -float("inf"), 0.0)[n]))
+                parts.append(
+                    (
+                        torch.tensor([0, 7, end + n], dtype=torch.int32),
+                        rows,
+                        (0.0, -float("inf"), 0.0)[n],
+                    )
+                )
             clear_rows(tuple(parts))
             for (starts, x, fill), old in zip(parts, before, strict=True):
                 last = int(starts[-1])

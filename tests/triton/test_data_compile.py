@@ -1,4 +1,5 @@
-"""The device functions that move data through Triton's compiler and ptxas: wide accesses, nothing spilled, the GPU's own float8."""
+"""The device functions that move data through Triton's compiler and ptxas: wide accesses, nothing
+spilled, the GPU's own float8."""
 
 import re
 from dataclasses import replace
@@ -25,13 +26,22 @@ def stored(dtype, tokens=4096):
 
 def copy(entries, f=LLAMA, latents=False):
     pairs = [(i, entries - 1 - i) for i in range(entries)]
-    return lambda: make_call("copy_kv", Source(), pairs, 2, -(-entries // 16), 16, f, latents=latents)
+    return lambda: make_call(
+        "copy_kv", Source(), pairs, 2, -(-entries // 16), 16, f, latents=latents
+    )
 
 
 def indices():
     source, batch, width = Source(), 64, 256
     table = source.ints(range(batch * width)).reshape(batch, width)
-    return Call("kv_indices", {"page_table": table, "seq_lens": source.ints([17 * i for i in range(batch)]), "page_size": 16})
+    return Call(
+        "kv_indices",
+        {
+            "page_table": table,
+            "seq_lens": source.ints([17 * i for i in range(batch)]),
+            "page_size": 16,
+        },
+    )
 
 
 # What is called, and the widest accesses that there are to be, in bits: (load, store).
@@ -42,18 +52,36 @@ CALLS = {
     "write_kv_float8": (stored(E4M3), (128, 64)),
     "write_kv_float8_e5m2": (stored(E5M2), (128, 64)),
     "write_kv_int8": (stored(INT8), (128, 64)),
-    "write_latent": (lambda: make_call("write_latent", Source(), range(4096), 64, 64, DEEPSEEK), (128, 128)),
-    "write_latent_quantised": (
-        lambda: make_call("write_latent", Source(), range(4096), 64, 64, replace(DEEPSEEK, kv_dtype=E4M3), quantised=True),
+    "write_latent": (
+        lambda: make_call("write_latent", Source(), range(4096), 64, 64, DEEPSEEK),
         (128, 128),
     ),
-    "write_latent_packed": (lambda: make_call("write_latent_packed", Source(), range(4096), 64, 64, DEEPSEEK), (128, 64)),
+    "write_latent_quantised": (
+        lambda: make_call(
+            "write_latent",
+            Source(),
+            range(4096),
+            64,
+            64,
+            replace(DEEPSEEK, kv_dtype=E4M3),
+            quantised=True,
+        ),
+        (128, 128),
+    ),
+    "write_latent_packed": (
+        lambda: make_call("write_latent_packed", Source(), range(4096), 64, 64, DEEPSEEK),
+        (128, 64),
+    ),
     "copy_kv_4": (copy(4), (128, 128)),
     "copy_kv_256": (copy(256), (128, 128)),
     "copy_kv_latents": (copy(64, Features(dtype=BF16, head_dim=576), True), (128, 128)),
     "kv_indices": (indices, (32, 32)),
 }
-ELSEWHERE = [(arch, name) for arch in (80, 89, 100) for name in ("write_kv", "write_kv_float8", "write_kv_float8_e5m2", "write_kv_int8")]
+ELSEWHERE = [
+    (arch, name)
+    for arch in (80, 89, 100)
+    for name in ("write_kv", "write_kv_float8", "write_kv_float8_e5m2", "write_kv_int8")
+]
 ELSEWHERE += [(80, "write_latent_quantised")]
 ELSEWHERE += [(80, "write_latent_packed"), (100, "write_latent_packed"), (80, "copy_kv_256")]
 
@@ -74,7 +102,11 @@ def test_accesses_are_wide(arch, name):
     make, (load, store) = CALLS[name]
     for kernel, given in launched(make(), arch, "data"):
         ptx = built(arch, kernel, given, BF16).asm["ptx"]
-        assert width(ptx, "ld") >= load and width(ptx, "st") >= store, (name, width(ptx, "ld"), width(ptx, "st"))
+        assert width(ptx, "ld") >= load and width(ptx, "st") >= store, (
+            name,
+            width(ptx, "ld"),
+            width(ptx, "st"),
+        )
         if "float8" in name:
             assert ("cvt.rn.satfinite.e" in ptx) == (arch >= 89)
         if "write_kv_float8" in name or "write_kv_int8" in name:
@@ -88,6 +120,10 @@ def test_rows_are_cleared_16_bytes_at_a_time():
     from attnops.kernels.shared.device.rows import clear
 
     starts, rows = torch.zeros(3, dtype=torch.int32), torch.zeros(130, 1024, dtype=BF16)
-    given = {f"{n}_{k}": v for n in "abc" for k, v in {"starts_ptr": starts, "end": 2, "ptr": rows, "rows": 130, "fill": 0.0}.items()}
+    given = {
+        f"{n}_{k}": v
+        for n in "abc"
+        for k, v in {"starts_ptr": starts, "end": 2, "ptr": rows, "rows": 130, "fill": 0.0}.items()
+    }
     tile = {**{f"{n}_COLUMNS": 1024 for n in "ABC"}, "BLOCK_R": 64, "BLOCK": 256, "num_warps": 4}
     assert width(built(90, clear, {**given, **tile}, BF16).asm["ptx"], "st") == 128

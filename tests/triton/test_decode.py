@@ -1,4 +1,5 @@
-"""`triton` of a decode step: in the interpreter against the exact result, split and whole, and through Triton's compiler and ptxas."""
+"""`triton` of a decode step: in the interpreter against the exact result, split and whole, and
+through Triton's compiler and ptxas."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +24,8 @@ LONG = Features(dtype=F32, head_dim=16, q_heads=4, kv_heads=2)
 
 @contextmanager
 def many_splits():
-    """Small calls are not worth a split. Here they are split all the same, and few parts are merged at once."""
+    """Small calls are not worth a split. Here they are split all the same, and few parts are merged
+    at once."""
     from attnops.kernels.triton.launch import grids
 
     few = {"LEAST_DECODED": 1, "DECODE_BLOCKS": 4, "MERGED": 128, "LONG_SPLIT": 1, "SPLIT_KEYS": 32}
@@ -45,7 +47,11 @@ def check(call, refused=(), kernel=KERNEL):
 def test_grid(way):
     for case in CASES["decode_attention"][:: 1 if way == "split" else 4]:
         with nullcontext() if way == "whole" else many_splits():
-            check(case.call(), refused=("dtype",), kernel=invariant(KERNEL) if way == "deterministic" else KERNEL)
+            check(
+                case.call(),
+                refused=("dtype",),
+                kernel=invariant(KERNEL) if way == "deterministic" else KERNEL,
+            )
 
 
 def sloped(call, slope):
@@ -65,7 +71,8 @@ def sloped(call, slope):
 @pytest.mark.parametrize("slope", [0.1, -0.1])
 @interpreted
 def test_splits_of_other_sizes(slope):
-    """Two are merged at once. Later ones have the larger logits, or earlier ones: one of both fades."""
+    """Two are merged at once. Later ones have the larger logits, or earlier ones: one of both
+    fades."""
     from attnops.kernels.triton.launch import grids
     from tests.triton.test_numerics import check as check_paged
 
@@ -74,7 +81,10 @@ def test_splits_of_other_sizes(slope):
     with many_splits(), patch.multiple(grids, **few, MERGED=64):
         for kernel in (KERNEL, invariant(KERNEL)):
             assert not check(call, kernel=kernel).refused
-    paged = sloped(make_call("paged_attention", Source(2), (1, 2), (300, 200), 16, replace(LONG, lse=True)), slope)
+    paged = sloped(
+        make_call("paged_attention", Source(2), (1, 2), (300, 200), 16, replace(LONG, lse=True)),
+        slope,
+    )
     with patch.multiple(grids, **few):
         assert not check_paged(paged, "split").refused
 
@@ -83,10 +93,14 @@ def test_splits_of_other_sizes(slope):
 def test_counters_are_zero_after_every_launch():
     """One workspace serves steps of other lengths and batches."""
     with pretend(SM90):
-        workspace = equip(KERNEL, make_call("decode_attention", Source(), (5,), 4, LONG)).arguments["workspace"]
+        workspace = equip(KERNEL, make_call("decode_attention", Source(), (5,), 4, LONG)).arguments[
+            "workspace"
+        ]
     with many_splits(), pretend(SM90):
         for seed, lengths in enumerate([(300, 7, 129), (64,), (1, 290)]):
-            call = make_call("decode_attention", Source(seed), lengths, 16, LONG).with_(workspace=workspace)
+            call = make_call("decode_attention", Source(seed), lengths, 16, LONG).with_(
+                workspace=workspace
+            )
             KERNEL.run(call.record)
             assert not workspace.any()
             check(call)
@@ -94,7 +108,8 @@ def test_counters_are_zero_after_every_launch():
 
 @interpreted
 def test_programs_in_any_order():
-    """The last program to arrive merges, whichever it is; the interpreter runs the first one first."""
+    """The last program to arrive merges, whichever it is; the interpreter runs the first one
+    first."""
     from attnops.kernels.triton.device import decode
 
     call, seen = make_call("decode_attention", Source(1), (300, 40), 16, LONG), []
@@ -115,21 +130,32 @@ def test_programs_in_any_order():
             decode.tl.program_id = forward
     assert seen.count(1) > 8
     for name in ("output", "k_pages", "v_pages"):
-        assert torch.equal(first.arguments[name].nan_to_num(), again.arguments[name].nan_to_num()), name
+        assert torch.equal(
+            first.arguments[name].nan_to_num(), again.arguments[name].nan_to_num()
+        ), name
 
 
-# Compiled ----------------------------------------------------------------------------------------------------------------
+# Compiled -----------------------------------------------------------------------------------------
 
 LLAMA = Features(dtype=BF16, head_dim=128, q_heads=32, kv_heads=8)
 STEPS = {
-    "llama": (LLAMA, Angles(), 64), "qwen3": (LLAMA, Angles(norms=True), 16),
-    "gpt_oss": (replace(LLAMA, head_dim=64, q_heads=64, sinks=BF16, window=(127, -1)), Angles("half"), 64),
-    "gemma2": (replace(LLAMA, head_dim=256, q_heads=16, softcap=50.0), Angles(), 64), "float32": (replace(LLAMA, dtype=F32), Angles(), 64),
-}  # fmt: skip
+    "llama": (LLAMA, Angles(), 64),
+    "qwen3": (LLAMA, Angles(norms=True), 16),
+    "gpt_oss": (
+        replace(LLAMA, head_dim=64, q_heads=64, sinks=BF16, window=(127, -1)),
+        Angles("half"),
+        64,
+    ),
+    "gemma2": (replace(LLAMA, head_dim=256, q_heads=16, softcap=50.0), Angles(), 64),
+    "float32": (replace(LLAMA, dtype=F32), Angles(), 64),
+}
 
 
 @pytest.mark.sweep(9)
-@pytest.mark.parametrize(("arch", "name", "rows"), [(90, n, 1) for n in STEPS] + [(90, "llama", 64), (80, "llama", 1), (89, "gemma2", 1)])
+@pytest.mark.parametrize(
+    ("arch", "name", "rows"),
+    [(90, n, 1) for n in STEPS] + [(90, "llama", 64), (80, "llama", 1), (89, "gemma2", 1)],
+)
 @compiled
 def test_compiles(arch, name, rows):
     f, angles, page = STEPS[name]

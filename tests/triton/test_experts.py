@@ -1,4 +1,5 @@
-"""`triton` of experts: the grid through the interpreter, bits that do not follow the batch, and what ptxas makes of it."""
+"""`triton` of experts: the grid through the interpreter, bits that do not follow the batch, and
+what ptxas makes of it."""
 
 import re
 from functools import partial
@@ -36,10 +37,20 @@ def test_one_way_serves_every_number_of_tokens_under_a_deterministic_policy(op):
     host = import_module(f"attnops.kernels.triton.launch.{op}")
     for policy in ("", "deterministic"):
         ways = []
-        with patch.multiple(host, **{way: partial(record_way, ways, way) for way in ("_one_token", "_few_tokens", "composed")}):
+        with patch.multiple(
+            host,
+            **{
+                way: partial(record_way, ways, way)
+                for way in ("_one_token", "_few_tokens", "composed")
+            },
+        ):
             for tokens in (1, 2, 40, 66):
-                triton(op).run(changed(make_call(op, Source(1), tokens, MIXTURES[op]).record, policy=policy))
-        assert [way for way, *_ in ways][:: len(ways) - 1] == (["_few_tokens"] * 2 if policy else ["_one_token", "composed"])
+                triton(op).run(
+                    changed(make_call(op, Source(1), tokens, MIXTURES[op]).record, policy=policy)
+                )
+        assert [way for way, *_ in ways][:: len(ways) - 1] == (
+            ["_few_tokens"] * 2 if policy else ["_one_token", "composed"]
+        )
         assert len({*ways}) == (1 if policy else 4), ways
 
 
@@ -75,16 +86,23 @@ def test_numbers_far_out_of_range_read_nothing(op):
     assert not got[2].any()
 
 
-# What is compiled -----------------------------------------------------------------------------------------------------
+# What is compiled ---------------------------------------------------------------------------------
 
 MODELS = {"gpt-oss": ((2880, 2880, 2880), 4, OSS), "qwen3": ((2048, 768, 2048), 8, {})}
 
 
 def model_call(name, tokens, dtype=BF16):
     sizes, k, more = MODELS[name]
-    call = make_call("experts", Source(), tokens, (64, 32, 64, 8, k), dtype, index=torch.int32, **more)
+    call = make_call(
+        "experts", Source(), tokens, (64, 32, 64, 8, k), dtype, index=torch.int32, **more
+    )
     inner, out = sizes[1:]
-    shapes = {"x": (tokens, sizes[0]), "gate_up": (8, 2 * inner, sizes[0]), "down": (8, out, inner), "output": (tokens, out)}
+    shapes = {
+        "x": (tokens, sizes[0]),
+        "gate_up": (8, 2 * inner, sizes[0]),
+        "down": (8, out, inner),
+        "output": (tokens, out),
+    }
     shapes |= {"gate_up_bias": (8, 2 * inner), "down_bias": (8, out)}
 
     def wide(n, t):
@@ -99,10 +117,20 @@ def model_call(name, tokens, dtype=BF16):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize(("arch", "name", "tokens", "dtype"), [
-    (90, "gpt-oss", 1, BF16), (90, "gpt-oss", 32, BF16), (90, "qwen3", 1, BF16), (90, "qwen3", 32, BF16), (80, "qwen3", 64, BF16),
-    (89, "gpt-oss", 8, BF16), (90, "qwen3", 1, F16), (90, "gpt-oss", 8, F16), (80, "qwen3", 1, BF16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arch", "name", "tokens", "dtype"),
+    [
+        (90, "gpt-oss", 1, BF16),
+        (90, "gpt-oss", 32, BF16),
+        (90, "qwen3", 1, BF16),
+        (90, "qwen3", 32, BF16),
+        (80, "qwen3", 64, BF16),
+        (89, "gpt-oss", 8, BF16),
+        (90, "qwen3", 1, F16),
+        (90, "gpt-oss", 8, F16),
+        (80, "qwen3", 1, BF16),
+    ],
+)
 @compiled
 def test_nothing_spills(arch, name, tokens, dtype):
     found = launched(model_call(name, tokens, dtype), arch, "experts")
@@ -115,22 +143,34 @@ def test_nothing_spills(arch, name, tokens, dtype):
         if function.__name__ != "combine":
             assert "cp.async" in ptx, "weights are not loaded ahead"
             assert ("mma" in ptx) == (not one)
-            assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and not one), "which tiles are described"
+            assert ("cp.async.bulk.tensor" in ptx) == (arch == 90 and not one), (
+                "which tiles are described"
+            )
 
 
 def loaded_ahead(sass):
-    """In the loop of products: of how many loads of 16 bytes the loop has no use up to its last product."""
-    [(_, loop)] = re.findall(r"^\s*(\w+):$((?:(?!^\s*\w+:$).)*?\bHMMA\b(?:(?!^\s*\w+:$).)*?\bBRA \1;)", sass, re.MULTILINE | re.DOTALL)
+    """In the loop of products: of how many loads of 16 bytes the loop has no use up to its last
+    product."""
+    [(_, loop)] = re.findall(
+        r"^\s*(\w+):$((?:(?!^\s*\w+:$).)*?\bHMMA\b(?:(?!^\s*\w+:$).)*?\bBRA \1;)",
+        sass,
+        re.MULTILINE | re.DOTALL,
+    )
     loop = loop[: loop.rindex("HMMA")]
     found = [(int(m[1]), loop[m.end() :]) for m in re.finditer(r"LDG\.E\.128 R(\d+),", loop)]
-    return sum(not re.search("|".join(rf"\bR{n}\b" for n in range(at, at + 4)), after) for at, after in found)
+    return sum(
+        not re.search("|".join(rf"\bR{n}\b" for n in range(at, at + 4)), after)
+        for at, after in found
+    )
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(("arch", "tokens"), [(90, 1), (90, 8), (80, 1), (89, 8)])
 @compiled
 def test_nothing_of_mxfp4_spills(arch, tokens):
-    call = make_call("mxfp4_experts", Source(), tokens, (2880, 2880, 64, 4, 4), BF16, index=torch.int32, **SHAPED)
+    call = make_call(
+        "mxfp4_experts", Source(), tokens, (2880, 2880, 64, 4, 4), BF16, index=torch.int32, **SHAPED
+    )
     found = launched(call, arch, "mxfp4_experts")
     assert len(found) == (2 if tokens == 1 else 3)
     for function, arguments in found:

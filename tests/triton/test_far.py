@@ -1,4 +1,5 @@
-"""Every op of `triton` over tensors that reach past 2^31 numbers, in the interpreter: the bits that it has over near ones."""
+"""Every op of `triton` over tensors that reach past 2^31 numbers, in the interpreter: the bits that
+it has over near ones."""
 
 import mmap
 from itertools import product
@@ -45,13 +46,15 @@ def far_dims(op: str, a: Arg, x: Tensor) -> list[int]:
 def spread(x: Tensor, dim: int) -> Tensor:
     """`x` with its entries along `dim` so far apart that 32 bits do not hold the last one's offset.
 
-    The memory is mapped and not reserved. As much lies before and behind, so that an address that wraps
-    reads zeros and does not end the process.
+    The memory is mapped and not reserved. As much lies before and behind, so that an address that
+    wraps reads zeros and does not end the process.
     """
     rest = [n for i, n in enumerate(x.shape) if i != dim]
     near = torch.empty(rest, device="meta").stride()
     apart = -(-FAR // (x.shape[dim] - 1) // 16) * 16 + 16
-    bytes_ = (3 * FAR + x.numel() * apart // FAR + (x.shape[dim] + 1) * 16 + torch.Size(rest).numel()) * x.itemsize
+    bytes_ = (
+        3 * FAR + x.numel() * apart // FAR + (x.shape[dim] + 1) * 16 + torch.Size(rest).numel()
+    ) * x.itemsize
     mapped = mmap.mmap(-1, bytes_, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NOT_RESERVED)
     mapped.madvise(mmap.MADV_NOHUGEPAGE)
     memory = torch.frombuffer(mapped, dtype=U8).untyped_storage()
@@ -64,11 +67,17 @@ MORE = {"mxfp4_experts": [make_call("mxfp4_experts", Source(1), 1, (64, 64, 16, 
 
 
 def taken(op: str) -> list[Call]:
-    """The calls of the grid that the kernel takes, but for long ones. What may hold anything holds 0."""
+    """The calls of the grid that the kernel takes, but for long ones. What may hold anything holds
+    0."""
     kernel = triton(op)
     with pretend(SM90):
-        calls = [equip(kernel, call) for call in (*(case.call() for case in CASES[op]), *MORE.get(op, ()))]
-        calls = [call for call in calls if not kernel.refusals(call.problem) and numbers(call) < LONG]
+        calls = [
+            equip(kernel, call)
+            for call in (*(case.call() for case in CASES[op]), *MORE.get(op, ()))
+        ]
+        calls = [
+            call for call in calls if not kernel.refusals(call.problem) and numbers(call) < LONG
+        ]
     assert calls
     return [clean(call) for call in calls]
 
@@ -78,10 +87,13 @@ def numbers(call: Call) -> int:
 
 
 def places(call: Call) -> set[tuple[str, int, bool]]:
-    """(argument, dim, is it a call of one row?) of all that can be far. Several ops have kernels of one row alone."""
+    """(argument, dim, is it a call of one row?) of all that can be far. Several ops have kernels of
+    one row alone."""
     tensors = call.tensors()
     single = next(iter(tensors.values())).shape[0] == 1
-    return {(n, dim, single) for n, t in tensors.items() for dim in far_dims(call.op, call.spec[n], t)}
+    return {
+        (n, dim, single) for n, t in tensors.items() for dim in far_dims(call.op, call.spec[n], t)
+    }
 
 
 def covering(op: str) -> list[Call]:
@@ -110,11 +122,16 @@ def results(call: Call) -> list[Tensor]:
 @interpreted
 def test_far_tensors(op):
     """One dim of every tensor at a time: the first of each, then the second, and so on."""
-    # Splits of decode steps of so few keys; copies of so few slots in one launch, and by way of scratch.
+    # Splits of decode steps of so few keys; copies of so few slots in one launch, and by way of
+    # scratch.
     ways = product(covering(op), (1, tiles.WHOLE) if op == "copy_kv" else (1,))
     for call, whole in ways:
         with mode("split"), many_splits(), patch.object(tiles, "WHOLE", whole):
-            dims = {a.name: far_dims(op, a, t) for a in call.spec.args if a.tensor and (t := call.arguments.get(a.name)) is not None}
+            dims = {
+                a.name: far_dims(op, a, t)
+                for a in call.spec.args
+                if a.tensor and (t := call.arguments.get(a.name)) is not None
+            }
             wanted = results(call.map(lambda _, t: near(t)))
             for turn in range(max(map(len, dims.values()))):
                 where = {n: found[turn] for n, found in dims.items() if turn < len(found)}
@@ -122,14 +139,24 @@ def test_far_tensors(op):
                 for got, want in zip(results(given), wanted, strict=True):
                     assert got.dtype == want.dtype
                     torch.testing.assert_close(
-                        got.double(), want.double(), rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m, at=where: f"{at}: {m}"
+                        got.double(),
+                        want.double(),
+                        rtol=1e-4,
+                        atol=1e-4,
+                        equal_nan=True,
+                        msg=lambda m, at=where: f"{at}: {m}",
                     )
 
 
 @interpreted
 def test_far_keys_of_a_page_are_refused():
-    """Their offsets have 32 bits, and so have those of a row of a mask of keys in pages. Before any launch."""
-    pages = {"paged_attention": ("v_pages", "mask"), "decode_attention": ("k_pages",), "mla_attention": ("latent_pages",)}
+    """Their offsets have 32 bits, and so have those of a row of a mask of keys in pages. Before any
+    launch."""
+    pages = {
+        "paged_attention": ("v_pages", "mask"),
+        "decode_attention": ("k_pages",),
+        "mla_attention": ("latent_pages",),
+    }
     for op, field in ((op, field) for op, fields in pages.items() for field in fields):
         call = next(call for call in taken(op) if field in call.arguments)
         with pytest.raises(InvalidInput, match=rf"{field}.stride\(1\): got \d+, want < 2\*\*31"):

@@ -1,4 +1,5 @@
-"""Gradients of `triton` through the interpreter: every case of the grid, and calls of several tiles; a request alone and among others."""
+"""Gradients of `triton` through the interpreter: every case of the grid, and calls of several
+tiles; a request alone and among others."""
 
 import random
 from dataclasses import replace
@@ -46,9 +47,21 @@ LONG = {
 @interpreted
 def test_several_tiles(name):
     f = LONG[name]
-    packed = make_call("varlen_attention", Source(1), (150, 3, 0, 260), (290, 160, 9, 130), f, padding=(2, 3))
+    packed = make_call(
+        "varlen_attention", Source(1), (150, 3, 0, 260), (290, 160, 9, 130), f, padding=(2, 3)
+    )
     check(gradient_call(Source(2), packed, lse_grad=f.causal))
-    dense = make_call("attention", Source(1), 2, 140, 300, replace(f, chunk=0), kv_start=(5, 200), kv_end=(300, 290), index=torch.int32)
+    dense = make_call(
+        "attention",
+        Source(1),
+        2,
+        140,
+        300,
+        replace(f, chunk=0),
+        kv_start=(5, 200),
+        kv_end=(300, 290),
+        index=torch.int32,
+    )
     check(gradient_call(Source(2), dense, mask_grad=f.mask == "additive"))
 
 
@@ -57,21 +70,31 @@ def test_several_tiles(name):
 @interpreted
 def test_a_mask_gets_the_sum_over_all_that_it_serves(shape):
     f = replace(PLAIN, dtype=F32, mask="additive", mask_shape=shape, sinks=F32)
-    check(gradient_call(Source(2), make_call("attention", Source(1), 2, 70, 100, f), mask_grad=True))
+    check(
+        gradient_call(Source(2), make_call("attention", Source(1), 2, 70, 100, f), mask_grad=True)
+    )
 
 
 @interpreted
 def test_without_keys_the_sinks_have_the_gradient_of_the_log_sum_exp():
     f = replace(PLAIN, sinks=F32)
     check(gradient_call(Source(2), make_call("attention", Source(1), 2, 5, 0, f), lse_grad=True))
-    check(gradient_call(Source(2), make_call("varlen_attention", Source(1), (5, 2), (0, 0), f, padding=(0, 0)), lse_grad=True))
+    check(
+        gradient_call(
+            Source(2),
+            make_call("varlen_attention", Source(1), (5, 2), (0, 0), f, padding=(0, 0)),
+            lse_grad=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("keys", [0, 9])
 @interpreted
 def test_no_result_is_returned_twice(keys):
     """Neither mask nor sinks: both results are empty, and each is a tensor of its own."""
-    call = gradient_call(Source(2), make_call("attention", Source(1), 2, 9, keys, replace(PLAIN, causal=False)))
+    call = gradient_call(
+        Source(2), make_call("attention", Source(1), 2, 9, keys, replace(PLAIN, causal=False))
+    )
     results = kernels_of(call.op)["triton"].run(call.record)
     assert len({id(x) for x in results}) == len(results)
 
@@ -89,14 +112,23 @@ def test_random_calls(seed):
 
 @interpreted
 def test_requests_have_the_bits_they_have_alone():
-    forward = make_call("varlen_attention", Source(1), (150, 3, 1, 140), (150, 160, 9, 140), replace(PLAIN, lse=True), padding=(0, 0))
+    forward = make_call(
+        "varlen_attention",
+        Source(1),
+        (150, 3, 1, 140),
+        (150, 160, 9, 140),
+        replace(PLAIN, lse=True),
+        padding=(0, 0),
+    )
     grads = partial(_grads, torch.randn(294, 4, 16).half())
     among = grads(forward, range(4))
     keys = forward.arguments["cu_seqlens_k"].tolist()
     for group in ((0,), (3,), (2, 1)):
         rows = rows_of(forward, group)
         columns = torch.cat([torch.arange(keys[b], keys[b + 1]) for b in group])
-        for whole, alone, at in zip(among, grads(forward, group), (rows, columns, columns), strict=True):
+        for whole, alone, at in zip(
+            among, grads(forward, group), (rows, columns, columns), strict=True
+        ):
             assert torch.equal(whole[at], alone)
 
 
@@ -104,9 +136,13 @@ def _grads(weight, forward, group):
     call, rows = only(forward, list(group)), rows_of(forward, list(group))
     given = dict(call.arguments)
     given.pop("return_lse", None)
-    output, lse = torch.ops.attnops.varlen_attention.default(**given, return_lse=True, policy=POLICY)
+    output, lse = torch.ops.attnops.varlen_attention.default(
+        **given, return_lse=True, policy=POLICY
+    )
     tensors = [given.pop(n) for n in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")]
-    back = VarlenAttentionBackward(weight[rows], None, *tensors[:3], output, lse, *tensors[3:], **given, policy=POLICY)
+    back = VarlenAttentionBackward(
+        weight[rows], None, *tensors[:3], output, lse, *tensors[3:], **given, policy=POLICY
+    )
     return kernels_of("varlen_attention_backward")["triton"].run(back)[:3]
 
 
@@ -119,5 +155,8 @@ def test_a_deterministic_policy_has_gradients_on_a_gpu(op):
     with pretend(installed):
         problem = gradient_call(Source(2), forward).problem
     assert select(problem, POLICY).kernel is kernels_of(op)["triton"]
-    fastest = {"attention_backward": "cudnn", "varlen_attention_backward": "aten_flash"}  # by the H200's times
+    fastest = {
+        "attention_backward": "cudnn",
+        "varlen_attention_backward": "aten_flash",
+    }  # by the H200's times
     assert select(problem).kernel is kernels_of(op)[fastest[op]]

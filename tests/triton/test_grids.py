@@ -13,7 +13,16 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import pretend
 from attnops.core.record import changed, sizes_of
 from attnops.kernels.shared.parts import GRID
-from attnops.kernels.triton.launch.grids import BLOCKS_PER_SM, DECODE_QUERIES, SPLIT_KEYS, TABLE, Shape, launches, pick, shared_bytes
+from attnops.kernels.triton.launch.grids import (
+    BLOCKS_PER_SM,
+    DECODE_QUERIES,
+    SPLIT_KEYS,
+    TABLE,
+    Shape,
+    launches,
+    pick,
+    shared_bytes,
+)
 from attnops.testing.calls import filled
 from tests.triton.checks import SM90
 from tests.triton.process import interpreted
@@ -98,8 +107,17 @@ def test_a_head_dim_beyond_the_table_is_told():
         launches(llama(1, 1, 10, head_dim=1024), False, *H200)
 
 
-LARGE = {"T": 5_000_000, "N": 5_000_000, "S": 5_000_000, "K": 5_000_000, "B": 70_000, "max_pages": 1_000_000, "P": 1_000_000}
-"""Sizes of a batch, by the layouts' names, each larger than 65,535 tiles of tokens, or requests, of a launch."""
+LARGE = {
+    "T": 5_000_000,
+    "N": 5_000_000,
+    "S": 5_000_000,
+    "K": 5_000_000,
+    "B": 70_000,
+    "max_pages": 1_000_000,
+    "P": 1_000_000,
+}
+"""Sizes of a batch, by the layouts' names, each larger than 65,535 tiles of tokens, or requests, of
+a launch."""
 FOLLOW = {"T": ("num_tokens", "max_seqlen_q"), "S": (), "N": ("max_seqlen_k",)}
 """Numbers of a call that grow with a size."""
 
@@ -116,9 +134,13 @@ def enlarged(call, name):
 
     def made(a, shape):
         like = given.get(a.name)
-        return None if like is None or a.hint else torch.empty(shape, dtype=like.dtype, device="meta")
+        return (
+            None if like is None or a.hint else torch.empty(shape, dtype=like.dtype, device="meta")
+        )
 
-    arguments = filled(call.op, sizes, scalars, made) | {n: v for n, v in given.items() if spec[n].hint}
+    arguments = filled(call.op, sizes, scalars, made) | {
+        n: v for n, v in given.items() if spec[n].hint
+    }
     return call.with_(**arguments)
 
 
@@ -129,7 +151,9 @@ def test_no_dim_of_a_grid_but_the_first_follows_from_the_batch(op, policy):
     """CUDA takes 65,535 programs there. Nothing is launched: tensors have no memory."""
     from attnops.kernels.triton import launch as folder
 
-    hosts = [import_module(f"{folder.__name__}.{found.name}") for found in iter_modules(folder.__path__)]
+    hosts = [
+        import_module(f"{folder.__name__}.{found.name}") for found in iter_modules(folder.__path__)
+    ]
     grids_of = []
 
     def launch(kernel, grid, *given, **more):
@@ -137,7 +161,10 @@ def test_no_dim_of_a_grid_but_the_first_follows_from_the_batch(op, policy):
         grids_of.append(grid)
 
     with ExitStack() as patches:
-        replaced = {"launch": launch, "composed": lambda call: None}  # of the last, torch's products
+        replaced = {
+            "launch": launch,
+            "composed": lambda call: None,
+        }  # of the last, torch's products
         for host, name in product(hosts, replaced):
             if hasattr(host, name):
                 patches.enter_context(patch.object(host, name, replaced[name]))
@@ -146,7 +173,12 @@ def test_no_dim_of_a_grid_but_the_first_follows_from_the_batch(op, policy):
             for call in () if op == "copy_kv" else covering(op):
                 for name in LARGE:
                     large = enlarged(call, name)
-                    if large is not None and not (op == "linear" and kernel.refusals(large.problem) and not policy):
+                    if large is not None and not (
+                        op == "linear" and kernel.refusals(large.problem) and not policy
+                    ):
                         kernel.run(changed(large.record, policy=policy))
     few = op == "copy_kv" or (op in ("linear", "experts") and not policy)
-    assert grids_of or few, "copies: grids follow from layers and a bounded scratch; of more rows torch makes the products"
+    assert grids_of or few, (
+        "copies: grids follow from layers and a bounded scratch; of more rows torch makes the "
+        "products"
+    )

@@ -1,4 +1,5 @@
-"""As tests/ops/test_infinite.py, for `triton` through the interpreter, with keys whole and split."""
+"""As tests/ops/test_infinite.py, for `triton` through the interpreter, with keys whole and
+split."""
 
 from contextlib import nullcontext
 

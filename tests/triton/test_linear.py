@@ -1,4 +1,5 @@
-"""`triton` of linear layers: the grid through the interpreter, bits that do not follow the batch, tiles, and what ptxas makes of it."""
+"""`triton` of linear layers: the grid through the interpreter, bits that do not follow the batch,
+tiles, and what ptxas makes of it."""
 
 import re
 from contextlib import contextmanager
@@ -32,10 +33,13 @@ def tile_of(tile):
 @pytest.mark.parametrize("split", [2, 4, 8])
 @interpreted
 def test_columns_split_among_warps(split):
-    """Columns of fewer and of more than one step, and of parts of one; parts that have no columns at all."""
+    """Columns of fewer and of more than one step, and of parts of one; parts that have no columns
+    at all."""
     with tile_of(tiles.Tile(16, 256, 3, 4, described=split < 8, rows=8, split=split)):
         for columns in (1, 17, 130, 256):
-            assert not check(make_call("linear", Source(columns), 9, columns, 21, BF16, **ALL)).refused
+            assert not check(
+                make_call("linear", Source(columns), 9, columns, 21, BF16, **ALL)
+            ).refused
 
 
 @interpreted
@@ -67,7 +71,8 @@ def test_weights_may_be_swapped_in_place():
 @interpreted
 @pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 def test_a_graph_of_several_numbers_of_tokens(few):
-    """The kernel serves those that the graph is bound to. Torch's product, fused in place, serves a graph that may meet more."""
+    """The kernel serves those that the graph is bound to. Torch's product, fused in place, serves a
+    graph that may meet more."""
     x, weight, gain = torch.randn(90, 48), torch.randn(40, 48), torch.ones(48)
 
     def layer(x, kernel=None):
@@ -76,7 +81,11 @@ def test_a_graph_of_several_numbers_of_tokens(few):
         return ops.linear(x, weight, norm_weight=gain, norm_eps=1e-5, kernel=kernel)
 
     made = torch.compile(layer, fullgraph=True, dynamic=True)
-    with torch.no_grad(), pretend(SM90), torch._inductor.config.patch(fx_graph_cache=False):  # the two graphs differ in guards alone
+    with (
+        torch.no_grad(),
+        pretend(SM90),
+        torch._inductor.config.patch(fx_graph_cache=False),
+    ):  # the two graphs differ in guards alone
         _, code = compiled_code(lambda: made(x[:8]))
         assert kernel_calls(code) == ["linear.triton"] * few
         for rows in (2, 33, 64 if few else 90):
@@ -84,23 +93,32 @@ def test_a_graph_of_several_numbers_of_tokens(few):
                 torch.testing.assert_close(made(x[:rows]), layer(x[:rows], "aten"))
 
 
-# Selection ------------------------------------------------------------------------------------------------------------
+# Selection ----------------------------------------------------------------------------------------
 
 LLAMA = make_call("linear", Source(), 8, 64, 96, BF16, norm=0.0).problem
 CALLS = {
     "linear": altered(LLAMA, in_features=4096, out_features=6144),
     "experts": altered(
         make_call("experts", Source(), 8, (144, 72, 136, 16, 4), BF16).problem,
-        in_features=2048, out_features=768, experts=128, top_k=8,
+        in_features=2048,
+        out_features=768,
+        experts=128,
+        top_k=8,
     ),
-}  # fmt: skip
+}
 GRAPH = Extent(2, None, 8)
 CHOSEN = [
-    ("linear", SM90, 1, "triton"), ("linear", SM90, 32, "triton"), ("linear", SM90, GRAPH, "aten"), ("linear", SM90, 65, "aten"),
-    ("experts", SM90, 1, "triton"), ("experts", SM90, 64, "triton"), ("experts", SM90, GRAPH, "triton"), ("experts", SM90, 512, "aten"),
+    ("linear", SM90, 1, "triton"),
+    ("linear", SM90, 32, "triton"),
+    ("linear", SM90, GRAPH, "aten"),
+    ("linear", SM90, 65, "aten"),
+    ("experts", SM90, 1, "triton"),
+    ("experts", SM90, 64, "triton"),
+    ("experts", SM90, GRAPH, "triton"),
+    ("experts", SM90, 512, "aten"),
     *((op, Target("cuda", 80, ("triton",)), 8, "triton") for op in CALLS),
     *((op, target, 8, "aten") for op in CALLS for target in (Target(), Target("cuda", 90, ()))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("op", "target", "tokens", "chosen"), CHOSEN)
@@ -111,7 +129,9 @@ def test_the_choice_follows_the_number_of_tokens(op, target, tokens, chosen):
     assert found.kernel.name == chosen
     if target == SM90 and op == "linear":
         assert (chosen == "triton") is ("triton" not in found.refused)
-        assert "triton" not in select(altered(problem, tokens=Extent.of(64))).refused, "the most, whatever is faster there"
+        assert "triton" not in select(altered(problem, tokens=Extent.of(64))).refused, (
+            "the most, whatever is faster there"
+        )
         assert select(problem, Policy(deterministic=True)).kernel.name == "triton"
 
 
@@ -121,7 +141,7 @@ def test_a_norm_of_float16_is_refused():
     assert select(altered(problem, asks=frozenset())).kernel.name == "triton"
 
 
-# Tiles ----------------------------------------------------------------------------------------------------------------
+# Tiles --------------------------------------------------------------------------------------------
 
 OUTS = {"qkv": 6144, "o": 4096, "gate_up": 14336, "head": 128256, "qwen_o": 2560}
 
@@ -134,27 +154,45 @@ def test_tiles_fit(normed, rows, itemsize, memory):
     for name, outs in OUTS.items():
         gated = name == "gate_up"
         tile = tiles.few_rows(rows, outs, itemsize, gated, normed, 132, memory)
-        assert ((tile.outs << gated) + tiles.block_of(rows, tile)) * tile.bytes * tile.stages <= memory
+        assert (
+            (tile.outs << gated) + tiles.block_of(rows, tile)
+        ) * tile.bytes * tile.stages <= memory
         assert tile.bytes // itemsize >= 16 and tile.stages >= 1
         assert -(-outs // tile.outs) >= 0.3 * 132
-        assert (tile.rows == 8) == (rows <= 8 and itemsize == 2 and not normed and name in ("qkv", "o", "qwen_o"))
+        assert (tile.rows == 8) == (
+            rows <= 8 and itemsize == 2 and not normed and name in ("qkv", "o", "qwen_o")
+        )
         with tile_of(tiles.Tile(64, 512, 6, 8, split=8)):
             shared = tiles.few_rows(rows, outs, itemsize, gated, normed, 132, memory)
         assert shared.split == (8 if itemsize == 2 else 1)
         assert shared.bytes // itemsize >= 16 * shared.split
 
 
-# What is compiled -----------------------------------------------------------------------------------------------------
+# What is compiled ---------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(9)
-@pytest.mark.parametrize(("arch", "rows", "name"), [
-    *((90, rows, name) for rows in (1, 64) for name in ("qkv", "gate_up")), (90, 8, "o"), (80, 1, "qkv"), (89, 64, "gate_up"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arch", "rows", "name"),
+    [
+        *((90, rows, name) for rows in (1, 64) for name in ("qkv", "gate_up")),
+        (90, 8, "o"),
+        (80, 1, "qkv"),
+        (89, 64, "gate_up"),
+    ],
+)
 @compiled
 def test_nothing_spills(arch, rows, name):
-    given = {"norm": 0.0, "activation": "silu"} if name == "gate_up" else {"norm": 0.0} if name == "qkv" else {"residual": True}
-    [(function, arguments)] = launched(make_call("linear", Source(), rows, 1024, OUTS[name], BF16, **given), arch, "linear")
+    given = (
+        {"norm": 0.0, "activation": "silu"}
+        if name == "gate_up"
+        else {"norm": 0.0}
+        if name == "qkv"
+        else {"residual": True}
+    )
+    [(function, arguments)] = launched(
+        make_call("linear", Source(), rows, 1024, OUTS[name], BF16, **given), arch, "linear"
+    )
     binary = built(arch, function, arguments, BF16, 0 if arch == 90 else 512)
     ptx = binary.asm["ptx"]
     assert "cp.async" in ptx, "weights are not loaded ahead"
@@ -165,14 +203,19 @@ def test_nothing_spills(arch, rows, name):
 
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize(("arch", "described"), [(90, True), (90, False), (80, False)])
-@pytest.mark.parametrize("given", [{"residual": True}, {"norm": 0.0}, {"norm": 0.0, "activation": "silu"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"residual": True}, {"norm": 0.0}, {"norm": 0.0, "activation": "silu"}], ids=str
+)
 @compiled
 def test_warps_share_the_columns(given, arch, described):
-    """No warp computes what another one does, and a tile in shared memory is not written again in another order."""
+    """No warp computes what another one does, and a tile in shared memory is not written again in
+    another order."""
     counts = []
     for split in (1, 4):
         with tile_of(tiles.Tile(16, 512, 3, 4, described, rows=8, split=split)):
-            [(function, arguments)] = launched(make_call("linear", Source(), 8, 1024, 2560, BF16, **given), arch, "linear")
+            [(function, arguments)] = launched(
+                make_call("linear", Source(), 8, 1024, 2560, BF16, **given), arch, "linear"
+            )
         binary = built(arch, function, arguments, BF16)
         waits_as_told(binary, arguments, arch)
         counts.append(len(re.findall(r"mma\.sync", binary.asm["ptx"])))
@@ -183,9 +226,12 @@ def test_warps_share_the_columns(given, arch, described):
 @pytest.mark.parametrize("rows", [1, 3])
 @compiled
 def test_addresses_are_int64(rows):
-    """Also of one result a row, as the gate of a shared expert has: Triton makes a constant of a 1."""
+    """Also of one result a row, as the gate of a shared expert has: Triton makes a constant of a
+    1."""
     for outs in (1, 40):
-        columns = {name: torch.empty(outs, 3, dtype=BF16).T[:rows] for name in ("residual", "output")}
+        columns = {
+            name: torch.empty(outs, 3, dtype=BF16).T[:rows] for name in ("residual", "output")
+        }
         call = make_call("linear", Source(), rows, 48, outs, BF16, **ALL).with_(**columns)
         [(function, arguments)] = launched(call, 90, "linear")
         ir = compile_for(90, function, arguments, BF16).asm["ttir"]

@@ -1,4 +1,5 @@
-"""Under a deterministic policy `triton` gives a request or a token the bits that it has alone, through the interpreter."""
+"""Under a deterministic policy `triton` gives a request or a token the bits that it has alone,
+through the interpreter."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,19 +32,40 @@ CALLS = {
     "paged": (REQUESTS, lambda: make_call("paged_attention", Source(4), *LENGTHS, 16, PAGED)),
     "latents": (REQUESTS, lambda: make_call("mla_attention", Source(4), *LENGTHS, 16, LATENTS)),
     "dense": (REQUESTS, lambda: make_call("attention", Source(4), 4, 20, 300, DENSE, **RANGES)),
-    "packed": (REQUESTS, lambda: make_call("varlen_attention", Source(4), LENGTHS[0][:4], LENGTHS[1][:4], DENSE)),
-    "decode": (REQUESTS, lambda: make_call("decode_attention", Source(4), (300, 1, 33, 129, 17), 16, STEP, Angles(norms=True))),
+    "packed": (
+        REQUESTS,
+        lambda: make_call("varlen_attention", Source(4), LENGTHS[0][:4], LENGTHS[1][:4], DENSE),
+    ),
+    "decode": (
+        REQUESTS,
+        lambda: make_call(
+            "decode_attention", Source(4), (300, 1, 33, 129, 17), 16, STEP, Angles(norms=True)
+        ),
+    ),
     "decode of a window": (
         REQUESTS,
-        lambda: make_call("decode_attention", Source(4), (300, 1, 33, 129), 16, replace(STEP, window=(100, -1)), Angles()),
+        lambda: make_call(
+            "decode_attention",
+            Source(4),
+            (300, 1, 33, 129),
+            16,
+            replace(STEP, window=(100, -1)),
+            Angles(),
+        ),
     ),
     "linear": (ROWS, lambda: make_call("linear", Source(1), 64, 330, 40, BF16, **ALL)),
     "linear of more rows": (ROWS, lambda: make_call("linear", Source(1), 70, 330, 40, BF16, **ALL)),
     "sums of rows": (ROWS, lambda: make_call("linear", Source(1), 70, 330, 1, F32)),
     "experts": (ROWS, lambda: make_call("experts", Source(1), 40, (72, 20, 70, 5, 2), BF16, **OSS)),
-    "mxfp4_experts": (ROWS, lambda: make_call("mxfp4_experts", Source(1), 18, (64, 64, 16, 3, 2), BF16, **SHAPED)),
-    "route": ([(t,) for t in range(9)], lambda: next(c for c in CASES["route"] if c.label == "ties-all").call()),
-}  # fmt: skip
+    "mxfp4_experts": (
+        ROWS,
+        lambda: make_call("mxfp4_experts", Source(1), 18, (64, 64, 16, 3, 2), BF16, **SHAPED),
+    ),
+    "route": (
+        [(t,) for t in range(9)],
+        lambda: next(c for c in CASES["route"] if c.label == "ties-all").call(),
+    ),
+}
 
 
 @pytest.mark.sweep(2)

@@ -1,4 +1,5 @@
-"""`triton` through the interpreter, against the exact result: every feature, split and unsplit, long and ragged batches, any layout."""
+"""`triton` through the interpreter, against the exact result: every feature, split and unsplit,
+long and ragged batches, any layout."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,15 +24,34 @@ ATTENTION = ("paged_attention", "mla_attention", "attention", "varlen_attention"
 
 check = partial(checked, refused=())
 TELLING = (
-    "all", "all_mask", "lse_sinks", "decode_padded-all", "page_3-window_both", "no_table-all", "deepseek-verify", "window", "chunk_window",
-    "range-all", "long-all", "mask_bool_h", "bfloat16_d576", "float8_query_windows", "deepseek-float8_both",
-)  # fmt: skip
+    "all",
+    "all_mask",
+    "lse_sinks",
+    "decode_padded-all",
+    "page_3-window_both",
+    "no_table-all",
+    "deepseek-verify",
+    "window",
+    "chunk_window",
+    "range-all",
+    "long-all",
+    "mask_bool_h",
+    "bfloat16_d576",
+    "float8_query_windows",
+    "deepseek-float8_both",
+)
 
 
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", MODES[1:])
 @pytest.mark.parametrize(
-    ("op", "label"), [pytest.param(op, case.label, id=str(case)) for op in ATTENTION for case in CASES[op] if case.label in TELLING]
+    ("op", "label"),
+    [
+        pytest.param(op, case.label, id=str(case))
+        for op in ATTENTION
+        for case in CASES[op]
+        if case.label in TELLING
+    ],
 )
 @interpreted
 def test_splits(op, label, name):
@@ -68,14 +88,20 @@ BATCHES = {
 }
 
 
-# Both launches and a split for every feature; a long request alone and a fixed split for those that decide which tiles are looked at.
-# The interpreter takes a second a tile of a wide group, whose splits are those of the others.
+# Both launches and a split for every feature; a long request alone and a fixed split for those that
+# decide which tiles are looked at. The interpreter takes a second a tile of a wide group, whose
+# splits are those of the others.
 TILES = ("plain", "window", "window_both", "chunk_all_keys", "softcap_sinks")
-BATCHES_OF = {f: [*BATCHES] if f in TILES else ["mixed"] if f == "group_of_70" else ["mixed", "verify"] for f in LONG}
+BATCHES_OF = {
+    f: [*BATCHES] if f in TILES else ["mixed"] if f == "group_of_70" else ["mixed", "verify"]
+    for f in LONG
+}
 
 
 @pytest.mark.sweep(12)
-@pytest.mark.parametrize(("features", "batch"), [(f, b) for f, batches in BATCHES_OF.items() for b in batches])
+@pytest.mark.parametrize(
+    ("features", "batch"), [(f, b) for f, batches in BATCHES_OF.items() for b in batches]
+)
 @interpreted
 def test_long(features, batch):
     """Tiles that are not masked, tiles that are, both launches of a mixed batch."""
@@ -85,16 +111,31 @@ def test_long(features, batch):
 
 ROWS = {
     "dense": lambda f: make_call("attention", Source(2), 2, 150, 270, f),
-    "ranges": lambda f: make_call("attention", Source(2), 3, 70, 200, f, kv_start=(0, 130, 9), kv_end=(200, 190, 140), index=torch.int32),
-    "packed": lambda f: make_call("varlen_attention", Source(2), (70, 1, 33, 9), (300, 129, 40, 0), f),
+    "ranges": lambda f: make_call(
+        "attention",
+        Source(2),
+        3,
+        70,
+        200,
+        f,
+        kv_start=(0, 130, 9),
+        kv_end=(200, 190, 140),
+        index=torch.int32,
+    ),
+    "packed": lambda f: make_call(
+        "varlen_attention", Source(2), (70, 1, 33, 9), (300, 129, 40, 0), f
+    ),
 }
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize(("features", "batch"), [(f, b) for f in (*TILES, "mask", "odd_dims", "d256") for b in ROWS])
+@pytest.mark.parametrize(
+    ("features", "batch"), [(f, b) for f in (*TILES, "mask", "odd_dims", "d256") for b in ROWS]
+)
 @interpreted
 def test_long_rows_without_pages(features, batch):
-    """Tiles that are not masked, tiles that are, the first keys that may be seen, both launches of a batch."""
+    """Tiles that are not masked, tiles that are, the first keys that may be seen, both launches of
+    a batch."""
     check(ROWS[batch](LONG[features]))
 
 
@@ -102,9 +143,9 @@ def test_long_rows_without_pages(features, batch):
 def test_ranges_past_the_last_key_read_nothing():
     """A range may end after the keys; a query's position counts from its end all the same."""
     f = Features(dtype=F16, head_dim=16, causal=True, lse=True)
-    call = make_call("attention", Source(3), 2, 5, 20, f, kv_start=(0, 3), kv_end=(20, 20), index=torch.int32).with_(
-        kv_end=torch.tensor([26, 23])
-    )
+    call = make_call(
+        "attention", Source(3), 2, 5, 20, f, kv_start=(0, 3), kv_end=(20, 20), index=torch.int32
+    ).with_(kv_end=torch.tensor([26, 23]))
     check(replace(call, free={}), "split")
 
 
@@ -115,7 +156,15 @@ def test_ragged(name):
     """Many short requests and a long one: tiles look for their requests."""
     q_lens = (1, 0, 90, 1, 1, 9, 1, 0, 1, 1, 64, 1, 1)
     f = Features(head_dim=16, q_heads=4, kv_heads=1, causal=True, lse=True)
-    call = make_call("paged_attention", Source(3), q_lens, [n + 3 * i for i, n in enumerate(q_lens)], 16, f, padding=70)
+    call = make_call(
+        "paged_attention",
+        Source(3),
+        q_lens,
+        [n + 3 * i for i, n in enumerate(q_lens)],
+        16,
+        f,
+        padding=70,
+    )
     shape = grids.Shape(sum(q_lens) + 70, len(q_lens), 90, 1024, 1, 4, 16, 16, 32, 4, 4)
     assert grids.launches(shape, False, 4, 10**6)[1].ragged
     check(call, name)
@@ -123,7 +172,14 @@ def test_ragged(name):
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(
-    ("heads", "queries", "name"), [(1, 1, "split"), (16, 2, "split"), (24, 2, "deterministic"), (128, 1, "as_is"), (32, 3, "split")]
+    ("heads", "queries", "name"),
+    [
+        (1, 1, "split"),
+        (16, 2, "split"),
+        (24, 2, "deterministic"),
+        (128, 1, "as_is"),
+        (32, 3, "split"),
+    ],
 )
 @interpreted
 def test_latents(heads, queries, name):
@@ -133,9 +189,12 @@ def test_latents(heads, queries, name):
 
 @interpreted
 def test_more_parts_than_are_read_at_once():
-    """Stage two in several steps: what is added up fades where a later part has the larger logits."""
+    """Stage two in several steps: what is added up fades where a later part has the larger
+    logits."""
     with patch.object(grids, "MANY_SPLITS", 2):
-        check(make_call("paged_attention", Source(8), (1, 2), (600, 300), 16, WIDE), "deterministic")
+        check(
+            make_call("paged_attention", Source(8), (1, 2), (600, 300), 16, WIDE), "deterministic"
+        )
 
 
 @pytest.mark.sweep(3)
@@ -144,13 +203,30 @@ def test_more_parts_than_are_read_at_once():
 def test_stored_keys(kv):
     f = replace(WIDE, dtype=BF16, kv_dtype=kv, head_dim=128)
     for per_head in (True, False):
-        check(make_call("paged_attention", Source(5), (1, 2), (200, 33), 16, replace(f, scale_per_head=per_head)), "split")
+        check(
+            make_call(
+                "paged_attention",
+                Source(5),
+                (1, 2),
+                (200, 33),
+                16,
+                replace(f, scale_per_head=per_head),
+            ),
+            "split",
+        )
     if kv != E5M2:
-        check(make_call("mla_attention", Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)), "split")
+        check(
+            make_call(
+                "mla_attention", Source(5), (1, 2), (100, 33), 16, replace(DEEPSEEK, kv_dtype=kv)
+            ),
+            "split",
+        )
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("softcap", "queries", "name"), pairwise(softcap=(0.0, 30.0), queries=(1, 5, 70), name=MODES))
+@pytest.mark.parametrize(
+    ("softcap", "queries", "name"), pairwise(softcap=(0.0, 30.0), queries=(1, 5, 70), name=MODES)
+)
 @interpreted
 def test_temperature_by_position(softcap, queries, name):
     """A logit is multiplied after the cap."""
@@ -161,7 +237,9 @@ def test_temperature_by_position(softcap, queries, name):
 def ran(call, name):
     """The output of the kernel in a mode."""
     with mode(name):
-        kernels_of(call.op)["triton"].run(changed(call.record, policy="deterministic" if name == "deterministic" else ""))
+        kernels_of(call.op)["triton"].run(
+            changed(call.record, policy="deterministic" if name == "deterministic" else "")
+        )
     return call.arguments["output"]
 
 

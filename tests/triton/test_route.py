@@ -1,4 +1,5 @@
-"""`triton` of routing: the grid through the interpreter, numbers that are none, and what ptxas makes of it."""
+"""`triton` of routing: the grid through the interpreter, numbers that are none, and what ptxas
+makes of it."""
 
 import math
 
@@ -18,7 +19,11 @@ def case(label):
     return next(c for c in CASES["route"] if c.label == label).call()
 
 
-@pytest.mark.parametrize("rule", [{}, NORMAL, {**NORMAL, "eps": 0.1}, SIGMOID, V2, {n: v for n, v in V3.items() if n != "bias"}], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [{}, NORMAL, {**NORMAL, "eps": 0.1}, SIGMOID, V2, {n: v for n, v in V3.items() if n != "bias"}],
+    ids=str,
+)
 @interpreted
 def test_numbers_that_are_none(rule):
     """Experts and weights are the reference's, NaN for NaN."""
@@ -27,7 +32,9 @@ def test_numbers_that_are_none(rule):
     logits = odd[torch.randint(6, (40, 24))]
     logits[:3] = odd[:3, None]
     logits[3] = odd[3:5].repeat(12)
-    call = case("plain").with_(logits=logits, weights=torch.empty(40, 4), index=torch.full((40, 4), -7), **rule)
+    call = case("plain").with_(
+        logits=logits, weights=torch.empty(40, 4), index=torch.full((40, 4), -7), **rule
+    )
     results = {}
     for name in ("reference", "triton"):
         kernels_of("route")[name].run(call.record)
@@ -42,7 +49,13 @@ def test_experts_chosen_by_a_bias_far_below_the_largest():
     call = case("plain")
     logits, bias = torch.zeros(40, 24), torch.zeros(24)
     logits[:, 0], logits[:, 5:9], bias[5:9] = 200.0, torch.randn(40, 4), 10.0
-    given = {"logits": logits, "bias": bias, "weights": torch.empty(40, 4), "index": torch.empty(40, 4, dtype=torch.int64), **NORMAL}
+    given = {
+        "logits": logits,
+        "bias": bias,
+        "weights": torch.empty(40, 4),
+        "index": torch.empty(40, 4, dtype=torch.int64),
+        **NORMAL,
+    }
     check(call.with_(**given))
 
 

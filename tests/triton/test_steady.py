@@ -1,4 +1,5 @@
-"""Under a deterministic policy Triton has one kernel for a call, wherever its tensors lie: sums over what is loaded have one order."""
+"""Under a deterministic policy Triton has one kernel for a call, wherever its tensors lie: sums
+over what is loaded have one order."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -27,14 +28,26 @@ def gradient(f):
 # The arguments that a program sums over.
 CALLS = {
     "linear": (("x",), lambda: make_call("linear", Source(1), 3, 48, 40, BF16, norm=0.0)),
-    "linear of an odd width": (("x",), lambda: make_call("linear", Source(1), 3, 72, 40, BF16, norm=0.0)),
-    "linear of one row": (("x",), lambda: make_call("linear", Source(1), 1, 72, 40, BF16, norm=0.0)),
-    "decode": (("query", "key"), lambda: make_call("decode_attention", Source(1), (9, 12, 5), 16, F)),
-    "decode of odd heads": (("query", "key"), lambda: make_call("decode_attention", Source(1), (9, 12, 5), 16, ODD)),
+    "linear of an odd width": (
+        ("x",),
+        lambda: make_call("linear", Source(1), 3, 72, 40, BF16, norm=0.0),
+    ),
+    "linear of one row": (
+        ("x",),
+        lambda: make_call("linear", Source(1), 1, 72, 40, BF16, norm=0.0),
+    ),
+    "decode": (
+        ("query", "key"),
+        lambda: make_call("decode_attention", Source(1), (9, 12, 5), 16, F),
+    ),
+    "decode of odd heads": (
+        ("query", "key"),
+        lambda: make_call("decode_attention", Source(1), (9, 12, 5), 16, ODD),
+    ),
     "gradient": (("grad_output", "output"), lambda: gradient(F)),
     "gradient of odd heads": (("grad_output", "output"), lambda: gradient(ODD)),
     "route": (("logits",), lambda: make_call("route", Source(1), 3, 48, 4)),
-}  # fmt: skip
+}
 
 
 def behind(x):
@@ -48,12 +61,22 @@ def apart(x, more):
     return wide[..., : x.shape[-1]]
 
 
-LAYOUTS = {"behind": behind, "apart": lambda x: apart(x, 8), "odd": lambda x: apart(x, 1), "far": lambda x: apart(x, 16)}
+LAYOUTS = {
+    "behind": behind,
+    "apart": lambda x: apart(x, 8),
+    "odd": lambda x: apart(x, 1),
+    "far": lambda x: apart(x, 16),
+}
 
 
 def kinds(call, policy):
     """By launch, what Triton tells one compiled kernel from another by."""
-    from attnops.kernels.triton.launch import decode, gradient as grad, linear as lines, route as routing
+    from attnops.kernels.triton.launch import (
+        decode,
+        gradient as grad,
+        linear as lines,
+        route as routing,
+    )
 
     found = []
 

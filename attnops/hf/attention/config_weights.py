@@ -1,7 +1,9 @@
-"""Lets a config ask for attention weights, `config.output_attentions = True`, while its attention is one of attnops.
+"""Lets a config ask for attention weights, `config.output_attentions = True`, while its attention
+is one of attnops.
 
-transformers' own config takes it for eager attention alone, and raises ValueError for any other name: when it is set, and again when the
-config is checked to be saved. attnops returns weights, whether the config asks or an argument of the call.
+transformers' own config takes it for eager attention alone, and raises ValueError for any other
+name: when it is set, and again when the config is checked to be saved. attnops returns weights,
+whether the config asks or an argument of the call.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _THEIR_CHECK: Any = vars(PreTrainedConfig).get(_CHECK)
 
 
 def let_configs_ask(configs: Iterable[Any]) -> None:
-    """Let these configs ask for attention weights while their attention is one of attnops. Calling it again has no effect.
+    """Let these configs ask for attention weights while their attention is one of attnops. Calling
+    it again has no effect.
 
     Other configs are checked as before. A transformers without the check needs nothing.
     """
@@ -27,7 +30,9 @@ def let_configs_ask(configs: Iterable[Any]) -> None:
         setattr(PreTrainedConfig, _FIELD, _THEIRS.setter(_set))
     for kind in {kind for config in configs for kind in type(config).__mro__}:
         checks = vars(kind).get("__class_validators__", [])
-        checks[:] = [validate_output_attentions if check is _THEIR_CHECK else check for check in checks]
+        checks[:] = [
+            validate_output_attentions if check is _THEIR_CHECK else check for check in checks
+        ]
 
 
 def _is_ours(config: Any) -> bool:

@@ -1,8 +1,10 @@
-"""`paged|attnops`: attention for transformers' continuous batching (`generate_batch`), which keeps its own cache of pages.
+"""`paged|attnops`: attention for transformers' continuous batching (`generate_batch`), which keeps
+its own cache of pages.
 
-That cache packs the requests of a step into one row. Its blocks are pages: new keys are written into them, and attention reads them where
-they are (see `attnops.hf.attention.blocks`). Where a step cannot do without copies, the cache's `update` writes the new keys and returns
-those that each request sees, gathered one request after the other, as `attnops.varlen_attention` takes them.
+That cache packs the requests of a step into one row. Its blocks are pages: new keys are written
+into them, and attention reads them where they are (see `attnops.hf.attention.blocks`). Where a step
+cannot do without copies, the cache's `update` writes the new keys and returns those that each
+request sees, gathered one request after the other, as `attnops.varlen_attention` takes them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def _keeps_what_it_is_given(cls: Any) -> bool:
     return usage is None or not usage.edits_cached
 
 
-def check_step(module: Any, attention_mask: Tensor | None, layer: dict[str, Any], proven: bool) -> None:
+def check_step(
+    module: Any, attention_mask: Tensor | None, layer: dict[str, Any], proven: bool
+) -> None:
     """Raise InvalidInput where a layer asks for what a step of continuous batching does not give.
 
     layer: the arguments of its call that are not the step's. proven: as of `attention_function`.
@@ -57,7 +61,8 @@ def check_step(module: Any, attention_mask: Tensor | None, layer: dict[str, Any]
 
 
 def refusal(cls: Any, proven: bool) -> str | None:
-    """What is wanted in place of layers of this class; None where continuous batching serves them."""
+    """What is wanted in place of layers of this class; None where continuous batching serves
+    them."""
     if (proven or routed(cls)) and _keeps_what_it_is_given(cls):
         return None
     known = "a model whose masks and cached keys transformers' own kernels know"
@@ -83,7 +88,8 @@ def window_of(module: Any, cache: Any = None) -> int:
 def rules_of(query: Tensor, layer: dict[str, Any], ring: int) -> tuple[Tensor, dict[str, Any]]:
     """(queries `[T, Hq, D]`, the rules of a step as the ops take them).
 
-    layer: as of `check_step`. ring: tokens that a query sees, its own included, where the layer does not say so; 0: all before it.
+    layer: as of `check_step`. ring: tokens that a query sees, its own included, where the layer
+    does not say so; 0: all before it.
     """
     query, scale = scaled(query, layer.get("scaling"))
     window = layer.get("sliding_window") or ring
@@ -97,7 +103,8 @@ def rules_of(query: Tensor, layer: dict[str, Any], ring: int) -> tuple[Tensor, d
 
 
 def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
-    """A function for `AttentionInterface.register`, under a name with `PREFIX`. Arguments: as of `attention_function`."""
+    """A function for `AttentionInterface.register`, under a name with `PREFIX`. Arguments: as of
+    `attention_function`."""
     packed, paged = own_kernel("varlen_attention", kernel), own_kernel("paged_attention", kernel)
 
     def attention(
@@ -120,10 +127,14 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         """Attention of a step of continuous batching.
 
         Args:
-            query, key, value: `[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]`, the new tokens of all requests.
-            cache: transformers' PagedAttentionCache. read_index, write_index: arguments of its `update`.
-            block_table: int32 `[groups, B, M]`, in place of both in a step of one token a request; negative past a request's end.
-            cu_seq_lens_q, cu_seq_lens_k: int32 `[B + 1]`; those of the keys by layer type where there are several.
+            query, key, value: `[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]`, the new tokens
+                of all requests.
+            cache: transformers' PagedAttentionCache. read_index, write_index: arguments of its
+                `update`.
+            block_table: int32 `[groups, B, M]`, in place of both in a step of one token a request;
+                negative past a request's end.
+            cu_seq_lens_q, cu_seq_lens_k: int32 `[B + 1]`; those of the keys by layer type where
+                there are several.
             max_seqlen_q, max_seqlen_k: tokens of the longest request, as above.
             layer: arguments of `attnops.hf.attention.function`.
 
@@ -131,7 +142,8 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
             output `[1, T, Hq, Dv]`; None in place of attention weights.
 
         Raises:
-            InvalidInput: there is no such cache, or an argument that would change the result and is not known here.
+            InvalidInput: there is no such cache, or an argument that would change the result and is
+                not known here.
         """
         if any(given is None for given in (cache, cu_seq_lens_q, cu_seq_lens_k)):
             want = 'the arguments of generate_batch(). Use "attnops" for an ordinary forward'
@@ -141,11 +153,22 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
         number, ring = module.layer_idx, window_of(module, cache)
         kind = "sliding_attention" if ring else "full_attention"
         starts_k: Any
-        starts_k, longest_k = (x[kind] if isinstance(x, dict) else x for x in (cu_seq_lens_k, max_seqlen_k))
+        starts_k, longest_k = (
+            x[kind] if isinstance(x, dict) else x for x in (cu_seq_lens_k, max_seqlen_k)
+        )
         tokens, rules = rules_of(query, layer, ring)
         rules["max_seqlen_q"] = longest_q = int(max_seqlen_q)
         starts_q = cu_seq_lens_q.to(torch.int32)
-        asked = Asked(read_index, write_index, cu_seq_lens_q, starts_k, longest_q, int(longest_k), ring, block_table)
+        asked = Asked(
+            read_index,
+            write_index,
+            cu_seq_lens_q,
+            starts_k,
+            longest_q,
+            int(longest_k),
+            ring,
+            block_table,
+        )
         fits = ring in (0, rules["window"][0] + 1)
         blocks = blocks_of(cache, number, key, value, asked) if fits else None
         if blocks is not None:
@@ -156,16 +179,34 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
                 if ring:
                     rules["window"] = (-1, -1)
                 table, lengths = blocks.page_table, blocks.seq_lens
-                return paged_attention(tokens, *pages, table, lengths, starts_q, holes=False, kernel=paged, **rules)[None], None
+                return paged_attention(
+                    tokens, *pages, table, lengths, starts_q, holes=False, kernel=paged, **rules
+                )[None], None
         elif block_table is not None:
-            want = "None in a compiled step, or for a cache of another layout: pass max_blocks_per_request=0 to batching_config"
+            want = (
+                "None in a compiled step, or for a cache of another layout: pass "
+                "max_blocks_per_request=0 to batching_config"
+            )
             fail(InvalidInput, "block_table", list(block_table.shape), want)
         else:
             keys, values = cache.update(
-                key_states=key, value_states=value, layer_idx=number, read_index=read_index, write_index=write_index
+                key_states=key,
+                value_states=value,
+                layer_idx=number,
+                read_index=read_index,
+                write_index=write_index,
             )
         starts_k = starts_k.to(torch.int32)
-        output = varlen_attention(tokens, keys, values, starts_q, starts_k, max_seqlen_k=int(longest_k), kernel=packed, **rules)
+        output = varlen_attention(
+            tokens,
+            keys,
+            values,
+            starts_q,
+            starts_k,
+            max_seqlen_k=int(longest_k),
+            kernel=packed,
+            **rules,
+        )
         return output[None], None
 
     return attention

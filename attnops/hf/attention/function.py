@@ -1,4 +1,5 @@
-"""The attention function that transformers calls in place of its own: request -> visibility -> dense, packed or over pages."""
+"""The attention function that transformers calls in place of its own: request -> visibility ->
+dense, packed or over pages."""
 
 from __future__ import annotations
 
@@ -34,27 +35,42 @@ from attnops.hf.cache.paged_cache import PagedKeyCache, View
 from attnops.ops.attention.record import ATTENTION as attend, Attention
 from attnops.ops.attention.varlen import varlen_attention
 
-_WEIGHTS = "attnops: output_attentions=True computes attention in plain torch, because kernels return no attention weights"
+_WEIGHTS = (
+    "attnops: output_attentions=True computes attention in plain torch, because kernels "
+    "return no attention weights"
+)
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def attention_function(kernel: str | None, additive: bool = False, proven: bool = False) -> AttentionFunction:
+def attention_function(
+    kernel: str | None, additive: bool = False, proven: bool = False
+) -> AttentionFunction:
     """A function for `AttentionInterface.register`.
 
     Args:
         kernel: forced on every call of an op that has a kernel of that name.
-        additive: the mask alone decides, as in eager attention. None means that all keys are visible; `is_causal` is ignored.
-        proven: serve modules of any class. False: only those whose masks transformers itself leaves out, see `routed`.
+        additive: the mask alone decides, as in eager attention. None means that all keys are
+            visible; `is_causal` is ignored.
+        proven: serve modules of any class. False: only those whose masks transformers itself leaves
+            out, see `routed`.
     """
-    kernels = tuple(own_kernel(op, kernel) for op in ("attention", "paged_attention", "mla_attention", "varlen_attention"))
+    kernels = tuple(
+        own_kernel(op, kernel)
+        for op in ("attention", "paged_attention", "mla_attention", "varlen_attention")
+    )
     packs = kernel == kernels[3]
     straight = StraightCalls()
 
-    def answered(module: Any, request: Request, cache: Any, is_causal: bool | None, facts: Facts | None) -> tuple[Tensor, Tensor | None]:
-        """(output, weights or None) of a call that is not remembered. facts: to remember it by, from now on."""
+    def answered(
+        module: Any, request: Request, cache: Any, is_causal: bool | None, facts: Facts | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output, weights or None) of a call that is not remembered. facts: to remember it by,
+        from now on."""
         if request.key.dim() == 5 or isinstance(cache, (PagedKeyCache, View)):
-            output = over_pages.attend(over_pages.Asked(module, request, cache, is_causal), *kernels)
+            output = over_pages.attend(
+                over_pages.Asked(module, request, cache, is_causal), *kernels
+            )
             if output is not None:
                 return output, None
             # The first latents of an empty cache attend to each other in expanded form.
@@ -69,7 +85,9 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         if is_recorded():
             return in_torchs_ops(call), None
         # Only a call whose keys are not cut off is remembered.
-        return dense(call, given, straight, facts if visible.keys is None else None, request.window), None
+        return dense(
+            call, given, straight, facts if visible.keys is None else None, request.window
+        ), None
 
     def attention(
         module: Any,
@@ -97,34 +115,53 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
 
         Args:
             query, key, value: `[B, Hq, S, D]`, `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`.
-            attention_mask: None; bool (True: visible) or float `[B or 1, Hq or 1, S, T]`; or a descriptor. With a mask, the mask
-                alone decides which keys are visible; packed requests go to `attnops.varlen_attention`. None is causal when `is_causal` (or
-                the module's own flag) is true; query i is then at key i, as in transformers' sdpa, and keys past the last query are cut
-                off.
+            attention_mask: None; bool (True: visible) or float `[B or 1, Hq or 1, S, T]`; or a
+                descriptor. With a mask, the mask alone decides which keys are visible; packed
+                requests go to `attnops.varlen_attention`. None is causal when `is_causal` (or the
+                module's own flag) is true; query i is then at key i, as in transformers' sdpa, and
+                keys past the last query are cut off.
             scaling: factor on q.k, default `1 / sqrt(D)`; a tensor is multiplied into the query.
-            dropout: on the probabilities. When it is above 0 and the module trains, the call is computed in plain torch.
-            sliding_window: keys visible, the own included; used only when a causal call comes without a mask.
-            s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to the logits.
-            cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a mask, the requests of a row are kept apart
-                and the mask decides the rest. The documents of a descriptor give way to these.
-            attnops_cache: the layer's paged cache. key and value are then the new ones `[1, B, Hkv, S, D]`
-                (attnops.hf.attention.over_pages), or latents `[1, B, 1, S, Dc]` and rotated keys `[1, B, 1, S, Dr]`.
-            output_attentions: return the weights, too, as eager attention does: the call is then computed in plain torch.
+            dropout: on the probabilities. When it is above 0 and the module trains, the call is
+                computed in plain torch.
+            sliding_window: keys visible, the own included; used only when a causal call comes
+                without a mask.
+            s_aux, sinks: `[Hq]` sink logits. position_bias: float `[B or 1, Hq, S, T]`, added to
+                the logits.
+            cu_seq_lens_q, ...: packed requests in one row: `attnops.varlen_attention`. Beside a
+                mask, the requests of a row are kept apart and the mask decides the rest. The
+                documents of a descriptor give way to these.
+            attnops_cache: the layer's paged cache. key and value are then the new ones
+                `[1, B, Hkv, S, D]` (attnops.hf.attention.over_pages), or latents `[1, B, 1, S, Dc]`
+                and rotated keys `[1, B, 1, S, Dr]`.
+            output_attentions: return the weights, too, as eager attention does: the call is then
+                computed in plain torch.
 
         Returns:
-            output `[B, S, Hq, Dv]` contiguous; the attention weights `[B, Hq, S, T]` if they are asked for, else None.
+            output `[B, S, Hq, Dv]` contiguous; the attention weights `[B, Hq, S, T]` if they are
+            asked for, else None.
 
         Raises:
-            InvalidInput: an argument that would change the result and is not known here, or a mask of a wrong shape or dtype.
+            InvalidInput: an argument that would change the result and is not known here, or a mask
+                of a wrong shape or dtype.
         """
         compiling = is_dynamo_compiling()
         drops = dropout > 0.0 and module.training
         facts: Facts | None = None
         if not (compiling or drops):
-            asks = attention_mask, s_aux, sinks, position_bias, cu_seq_lens_q, attnops_cache, output_attentions
+            asks = (
+                attention_mask,
+                s_aux,
+                sinks,
+                position_bias,
+                cu_seq_lens_q,
+                attnops_cache,
+                output_attentions,
+            )
             if is_plain(module, query, scaling, asks, others):
                 given = query, key, value
-                facts, answer = straight.answer(facts_of(module, given, is_causal, scaling, sliding_window, softcap), given)
+                facts, answer = straight.answer(
+                    facts_of(module, given, is_causal, scaling, sliding_window, softcap), given
+                )
                 if answer is not None:
                     return answer, None
         check_layer(type(module), others, compiling, additive or proven)
@@ -133,13 +170,32 @@ def attention_function(kernel: str | None, additive: bool = False, proven: bool 
         cap, sinks = float(softcap or 0.0), flat_sinks(s_aux, sinks)
         weights = bool(output_attentions) or weights_recorded(module, compiling)
         p = dropout if drops else 0.0
-        request = Request(query, key, value, attention_mask, position_bias, lengths, sinks, scale, cap, sliding_window, p, weights)
+        request = Request(
+            query,
+            key,
+            value,
+            attention_mask,
+            position_bias,
+            lengths,
+            sinks,
+            scale,
+            cap,
+            sliding_window,
+            p,
+            weights,
+        )
         return answered(module, request, attnops_cache, is_causal, facts)
 
     return attention
 
 
-def dense(call: Attention, given: Tensors, straight: StraightCalls, facts: Facts | None, window: int | None) -> Tensor:
+def dense(
+    call: Attention,
+    given: Tensors,
+    straight: StraightCalls,
+    facts: Facts | None,
+    window: int | None,
+) -> Tensor:
     """`[B, S, Hq, Dv]` of a call, which is remembered where there are facts to remember it by.
 
     given: its query, key and value, heads first.
@@ -158,10 +214,21 @@ def dense_call(request: Request, visible: Visible, kernel: str | None) -> tuple[
     query, key, value = given = cast(request, visible.keys)
     scale = query.shape[3] ** -0.5 if request.scale is None else request.scale
     call = Attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), visible.mask, request.sinks, None, None, visible.start,
-        visible.end, scale=scale, causal=visible.causal, window_left=side(visible.left), softcap=request.softcap,
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        visible.mask,
+        request.sinks,
+        None,
+        None,
+        visible.start,
+        visible.end,
+        scale=scale,
+        causal=visible.causal,
+        window_left=side(visible.left),
+        softcap=request.softcap,
         policy=key_for("attention", kernel),
-    )  # fmt: skip
+    )
     return call, given
 
 
@@ -190,19 +257,35 @@ def with_weights(request: Request, call: Attention) -> tuple[Tensor, Tensor | No
 def _check_packed(request: Request, visible: Visible, lengths: Lengths) -> None:
     """Raise InvalidInput where no kernel of packed requests does what is asked for."""
     if request.dropout > 0.0 or request.weights:
-        field, got, want = ("dropout", request.dropout, "0") if request.dropout else ("output_attentions", True, "False")
-        fail(InvalidInput, field, got, f"{want} for packed requests without a mask: no kernel does that")
-    beside_it = {"cu_seq_lens_k": lengths.starts_k, "max_length_q": lengths.longest_q, "max_length_k": lengths.longest_k}
+        field, got, want = (
+            ("dropout", request.dropout, "0")
+            if request.dropout
+            else ("output_attentions", True, "False")
+        )
+        fail(
+            InvalidInput,
+            field,
+            got,
+            f"{want} for packed requests without a mask: no kernel does that",
+        )
+    beside_it = {
+        "cu_seq_lens_k": lengths.starts_k,
+        "max_length_q": lengths.longest_q,
+        "max_length_k": lengths.longest_k,
+    }
     missing = ", ".join(name for name, too in beside_it.items() if too is None)
     rows, biased = request.query.shape[0], visible.mask is not None
     if missing or (lengths.padded and (biased or rows != 1)):
-        fault = f"no {missing}" if missing else f"a batch of {rows}" + " with position_bias" * biased
+        fault = (
+            f"no {missing}" if missing else f"a batch of {rows}" + " with position_bias" * biased
+        )
         want = "one row, with cu_seq_lens_k, max_length_q and max_length_k, and no position_bias"
         fail(InvalidInput, "cu_seq_lens_q", fault, want)
 
 
 def packed(request: Request, visible: Visible, lengths: Lengths, kernel: str | None) -> Tensor:
-    """`[B, S, Hq, Dv]` of packed requests. Raises InvalidInput where no kernel of packed requests does what is asked for."""
+    """`[B, S, Hq, Dv]` of packed requests. Raises InvalidInput where no kernel of packed requests
+    does what is asked for."""
     _check_packed(request, visible, lengths)
     starts_k: Any = lengths.starts_k
     query, key, value = cast(request)
@@ -228,5 +311,6 @@ def packed(request: Request, visible: Visible, lengths: Lengths, kernel: str | N
 
 
 def _int(longest: Any) -> Any:
-    """A length as `varlen_attention` takes it. A symbol stays one: `int()` of it would make it a constant in torch.export."""
+    """A length as `varlen_attention` takes it. A symbol stays one: `int()` of it would make it a
+    constant in torch.export."""
     return longest if isinstance(longest, torch.SymInt) else int(longest)

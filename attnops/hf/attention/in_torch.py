@@ -1,4 +1,5 @@
-"""Attention in plain torch: what no kernel does, and what a tool that records the model shall see."""
+"""Attention in plain torch: what no kernel does, and what a tool that records the model shall
+see."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ def in_torchs_ops(call: Attention) -> Tensor:
 
 
 def in_torch(call: Attention, p: float, keys: int | None = None) -> tuple[Tensor, Tensor]:
-    """(`[B, S, Hq, Dv]`, weights `[B, Hq, S, T]`) in plain torch: the formula of the reference, with dropout on the probabilities,
-    not rescaled after it. The output is made of these weights, so that they have gradients.
+    """(`[B, S, Hq, Dv]`, weights `[B, Hq, S, T]`) in plain torch: the formula of the reference,
+    with dropout on the probabilities, not rescaled after it. The output is made of these weights,
+    so that they have gradients.
 
     keys: T, where zeros shall follow the weights of the call's keys; None: as many as the call has.
 
-    The random numbers are drawn for `[B, Hq, S, T]` in the query's dtype, as transformers' eager attention draws them, so the
-    same seed drops the same weights.
+    The random numbers are drawn for `[B, Hq, S, T]` in the query's dtype, as transformers' eager
+    attention draws them, so the same seed drops the same weights.
     """
     query, key, value, sinks = call.query, call.key, call.value, call.sinks
     rules = Rules(call.scale, call.causal, call.window_left, -1, call.softcap)
@@ -35,7 +37,9 @@ def in_torch(call: Attention, p: float, keys: int | None = None) -> tuple[Tensor
     # Not exp(logits - lse): every weight would have the rounding of a large lse.
     sink = None if sinks is None else sinks.to(logits.dtype)[None, :, None, None]
     top = logits.amax(-1, keepdim=True)
-    top = (top if sink is None else torch.maximum(top, sink)).clamp(min=torch.finfo(logits.dtype).min)
+    top = (top if sink is None else torch.maximum(top, sink)).clamp(
+        min=torch.finfo(logits.dtype).min
+    )
     weights = torch.exp(logits - top)
     total = weights.sum(-1, keepdim=True) + (0.0 if sink is None else torch.exp(sink - top))
     weights = weights / torch.where(total == 0.0, 1.0, total)

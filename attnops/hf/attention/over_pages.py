@@ -1,13 +1,16 @@
-"""Attention of a patched layer over the pages of a `PagedModelCache`, of keys and values or of latents.
+"""Attention of a patched layer over the pages of a `PagedModelCache`, of keys and values or of
+latents.
 
-A hook hands the layer's cache to the attention function (`hand_over`). The layer hands its new keys and values, or
-latents, to the cache, which hands them on; the attention function writes them into the layer's pages and attends through its page table.
-The batch `[B, H, S, D]` becomes B requests of S tokens each, one after the other. In a request of n new tokens and L in all, new token i
-sees the first L - n + i + 1, so padding on the left, which is not stored, sees no token and gives 0.
+A hook hands the layer's cache to the attention function (`hand_over`). The layer hands its new keys
+and values, or latents, to the cache, which hands them on; the attention function writes them into
+the layer's pages and attends through its page table. The batch `[B, H, S, D]` becomes B requests of
+S tokens each, one after the other. In a request of n new tokens and L in all, new token i sees the
+first L - n + i + 1, so padding on the left, which is not stored, sees no token and gives 0.
 
-The first tokens of an empty cache attend to each other directly, without pages; in a packed prompt (attnops.hf.steps.prompt), a row of the
-tokens of all requests, those of each request. So do the tokens of a long step over a sliding window,
-beside copies of the window's tokens, whose pages the step overwrites.
+The first tokens of an empty cache attend to each other directly, without pages; in a packed prompt
+(attnops.hf.steps.prompt), a row of the tokens of all requests, those of each request. So do the
+tokens of a long step over a sliding window, beside copies of the window's tokens, whose pages the
+step overwrites.
 """
 
 from __future__ import annotations
@@ -34,8 +37,11 @@ from attnops.ops.attention.record import attention as dense_attention
 from attnops.ops.attention.varlen import varlen_attention
 
 
-def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook of an attention module: hands its paged cache, under any argument name, on to the attention function."""
+def hand_over(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward pre-hook of an attention module: hands its paged cache, under any argument name, on
+    to the attention function."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, (PagedModelCache, View)):
             kwargs["attnops_cache"] = value
@@ -46,7 +52,8 @@ def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 class Asked(NamedTuple):
     """The call of one layer whose new keys or latents go into pages.
 
-    request: its key and value are the new ones `[1, B, Hkv, S, D]`, `[1, B, Hkv, S, Dv]`, or latents `[1, B, 1, S, Dc]` and rotated keys
+    request: its key and value are the new ones `[1, B, Hkv, S, D]`, `[1, B, Hkv, S, Dv]`, or
+    latents `[1, B, 1, S, Dc]` and rotated keys
         `[1, B, 1, S, Dr]`; its mask is a descriptor (see `attnops.hf.attention.mask`).
     cache: the module's cache or its view of a step, from `hand_over`.
     """
@@ -57,19 +64,33 @@ class Asked(NamedTuple):
     is_causal: bool | None = None
 
 
-def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | None, varlen: str | None) -> Tensor | None:
-    """`[B, S, Hq, Dv]`: write a layer's new keys and values, or latents, into its pages and attend to the tokens there.
+def attend(
+    asked: Asked, dense: str | None, paged: str | None, latent: str | None, varlen: str | None
+) -> Tensor | None:
+    """`[B, S, Hq, Dv]`: write a layer's new keys and values, or latents, into its pages and attend
+    to the tokens there.
 
-    dense, paged, latent, varlen: kernels forced for `attention`, `paged_attention`, `mla_attention` and `varlen_attention`, or None.
-    Returns None for the first latents of an empty cache, which are only written: the caller expands them.
-    Raises InvalidInput: a mask that pages cannot follow, dropout, a window larger than that of the pages, or one of `unknown`.
+    dense, paged, latent, varlen: kernels forced for `attention`, `paged_attention`, `mla_attention`
+    and `varlen_attention`, or None. Returns None for the first latents of an empty cache, which are
+    only written: the caller expands them. Raises InvalidInput: a mask that pages cannot follow,
+    dropout, a window larger than that of the pages, or one of `unknown`.
     """
     request, cache = asked.request, asked.cache
     query, key = request.query, request.key
     if key.dim() != 5:
-        fail(InvalidInput, "key.dim()", key.dim(), "5, new keys from a cache of pages: this layer did not ask its cache for them")
+        fail(
+            InvalidInput,
+            "key.dim()",
+            key.dim(),
+            "5, new keys from a cache of pages: this layer did not ask its cache for them",
+        )
     if not isinstance(cache, (PagedModelCache, View)):
-        fail(InvalidInput, "attnops_cache", type(cache).__name__, "a PagedModelCache, which the hook of a patched module passes on")
+        fail(
+            InvalidInput,
+            "attnops_cache",
+            type(cache).__name__,
+            "a PagedModelCache, which the hook of a patched module passes on",
+        )
     found = _checked(asked)
     if not cache.latent:
         return attend_keys(asked, found, dense, paged, varlen)
@@ -79,18 +100,27 @@ def attend(asked: Asked, dense: str | None, paged: str | None, latent: str | Non
     latents, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (key, request.value))
     write_latent(latents, rotated, pages, view.batch.slots)
     cache.wrote(layer)
-    if view.fresh or (query.shape[2] > 1 and running_generation() is None):  # a prompt: see `PagedMode.prepare` for others
+    if view.fresh or (
+        query.shape[2] > 1 and running_generation() is None
+    ):  # a prompt: see `PagedMode.prepare` for others
         with _exactly(query.device.type):
             renew(asked.module.kv_b_proj, key[0])
     # In expanded form where the cache has no tokens but the step's own, which need no gather.
-    return None if view.fresh and view.batch.max_seqlen_q > ABSORB_UP_TO else absorbed(asked, view, found.window_left, latent)
+    return (
+        None
+        if view.fresh and view.batch.max_seqlen_q > ABSORB_UP_TO
+        else absorbed(asked, view, found.window_left, latent)
+    )
 
 
 def _checked(asked: Asked) -> Range:
     """The range that the mask describes. Raises InvalidInput for a call that pages cannot serve."""
     request, mask = asked.request, asked.request.mask
     if request.weights:
-        want = "False with a cache of pages, or transformers' own cache: kernels return no attention weights"
+        want = (
+            "False with a cache of pages, or transformers' own cache: kernels return no "
+            "attention weights"
+        )
         fail(InvalidInput, "output_attentions", True, want)
     if request.dropout > 0.0:
         want = "0 with a paged cache: no kernel has dropout. Train without a cache, or call .eval()"
@@ -99,12 +129,19 @@ def _checked(asked: Asked) -> Range:
         fail(InvalidInput, "is_causal", False, "True with a paged cache")
     lengths = None if request.lengths is None else request.lengths.starts_q
     sinks = request.sinks if asked.cache.latent else None
-    for field, value in (("position_bias", request.bias), ("cu_seq_lens_q", lengths), ("sinks", sinks)):
+    for field, value in (
+        ("position_bias", request.bias),
+        ("cu_seq_lens_q", lengths),
+        ("sinks", sinks),
+    ):
         if value is not None:
             fail(InvalidInput, field, type(value).__name__, "None with a paged cache")
     if mask is None or mask.dtype != descriptor.DTYPE:
         got = "None" if mask is None else f"{name(mask.dtype)} {list(mask.shape)}"
-        want = 'a 2-D mask [B, tokens so far] of ones, with zeros on the left only: pages hold no other pattern. Use cache="hf" for it'
+        want = (
+            "a 2-D mask [B, tokens so far] of ones, with zeros on the left only: pages hold "
+            'no other pattern. Use cache="hf" for it'
+        )
         fail(InvalidInput, "attention_mask", got, want)
     found = descriptor.read(mask, request.query.shape[0])
     if not found.causal:
@@ -112,51 +149,102 @@ def _checked(asked: Asked) -> Range:
     return found
 
 
-def attend_keys(asked: Asked, found: Range, dense: str | None, paged: str | None, varlen: str | None = None) -> Tensor:
+def attend_keys(
+    asked: Asked, found: Range, dense: str | None, paged: str | None, varlen: str | None = None
+) -> Tensor:
     """As `attend`, of keys and values, by the range that a mask describes."""
     request, cache, layer = asked.request, asked.cache, asked.module.layer_idx
     batch, heads, count, _ = request.query.shape
     window = cache.window_of(layer)
     if window and not 0 <= found.window_left < window:
         got = "unbounded" if found.window_left < 0 else found.window_left + 1
-        fail(InvalidInput, f"window of layer {layer}", got, f"at most {window}, the window that its pages were made for")
+        fail(
+            InvalidInput,
+            f"window of layer {layer}",
+            got,
+            f"at most {window}, the window that its pages were made for",
+        )
     view = cache.view(layer, found.start, count, heads)
     now, past, (k_pages, v_pages) = view.batch, view.past, view.pages
     # Under autocast the query has another dtype than the pages.
     like = request.query.dtype
-    query, key, value = (x.transpose(1, 2).to(k_pages.dtype) for x in (request.query, request.key[0], request.value[0]))
+    query, key, value = (
+        x.transpose(1, 2).to(k_pages.dtype)
+        for x in (request.query, request.key[0], request.value[0])
+    )
     if view.one_launch and count == 1:
         out = decode_attention(
-            query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.slots,
-            scale=request.scale, window_left=found.window_left, softcap=request.softcap, sinks=request.sinks, holes=False,
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            k_pages,
+            v_pages,
+            now.page_table,
+            now.seq_lens,
+            now.slots,
+            scale=request.scale,
+            window_left=found.window_left,
+            softcap=request.softcap,
+            sinks=request.sinks,
+            holes=False,
             workspace=now.workspace,
-        )  # fmt: skip
+        )
         cache.wrote(layer)
         return out.view(batch, count, heads, out.shape[2]).to(like)
     keys, values, start, end = key, value, found.start, found.end
     if past is not None:
         slots, start = past
         # Copied before the step overwrites the pages of the window.
-        before = (pages.flatten(0, 1)[slots].unflatten(0, (batch, -1)) for pages in (k_pages, v_pages))
-        keys, values = (torch.cat([old, new], 1) for old, new in zip(before, (key, value), strict=True))
+        before = (
+            pages.flatten(0, 1)[slots].unflatten(0, (batch, -1)) for pages in (k_pages, v_pages)
+        )
+        keys, values = (
+            torch.cat([old, new], 1) for old, new in zip(before, (key, value), strict=True)
+        )
         end = torch.full_like(start, keys.shape[1])
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
     cache.wrote(layer)
-    rules: dict[str, Any] = {"scale": request.scale, "window": (found.window_left, -1), "softcap": request.softcap, "sinks": request.sinks}
+    rules: dict[str, Any] = {
+        "scale": request.scale,
+        "window": (found.window_left, -1),
+        "softcap": request.softcap,
+        "sinks": request.sinks,
+    }
     if view.packed and view.fresh:
         starts = now.cu_seqlens_q
         packed: Tensor = varlen_attention(
-            query[0], key[0], value[0], starts, starts, max_seqlen_q=count, max_seqlen_k=count, causal=True, padded=False, kernel=varlen,
+            query[0],
+            key[0],
+            value[0],
+            starts,
+            starts,
+            max_seqlen_q=count,
+            max_seqlen_k=count,
+            causal=True,
+            padded=False,
+            kernel=varlen,
             **rules,
-        )  # fmt: skip
+        )
         return packed[None].to(like)
     if past is not None or (view.fresh and count > 1):
-        alone: Tensor = dense_attention(query, keys, values, causal=True, kv_start=start, kv_end=end, kernel=dense, **rules)
+        alone: Tensor = dense_attention(
+            query, keys, values, causal=True, kv_start=start, kv_end=end, kernel=dense, **rules
+        )
         return alone.to(like)
     out = paged_attention(
-        query.flatten(0, 1), k_pages, v_pages, now.page_table, now.seq_lens, now.cu_seqlens_q, max_seqlen_q=count,
-        workspace=now.workspace, padded=False, holes=False, kernel=paged, **rules,
-    )  # fmt: skip
+        query.flatten(0, 1),
+        k_pages,
+        v_pages,
+        now.page_table,
+        now.seq_lens,
+        now.cu_seqlens_q,
+        max_seqlen_q=count,
+        workspace=now.workspace,
+        padded=False,
+        holes=False,
+        kernel=paged,
+        **rules,
+    )
     return out.view(batch, count, heads, out.shape[2]).to(like)
 
 
@@ -168,15 +256,31 @@ def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> 
     tokens = query.transpose(1, 2).reshape(batch * queries, heads, -1).to(pages.dtype)
     scale = query.shape[3] ** -0.5 if request.scale is None else request.scale
     with _exactly(query.device.type):
-        w_uk, w_uv = (w.to(pages.dtype) for w in absorbed_weights(module.kv_b_proj, dims.nope, dims.v, request.key[0]))
+        w_uk, w_uv = (
+            w.to(pages.dtype)
+            for w in absorbed_weights(module.kv_b_proj, dims.nope, dims.v, request.key[0])
+        )
         q_nope, q_pe = tokens.split([dims.nope, dims.rope], -1)
         out = attend_absorbed(
-            dims, q_nope, q_pe, (w_uk, w_uv), pages, view.batch, scale=scale, window_left=window_left, softcap=request.softcap,
+            dims,
+            q_nope,
+            q_pe,
+            (w_uk, w_uv),
+            pages,
+            view.batch,
+            scale=scale,
+            window_left=window_left,
+            softcap=request.softcap,
             kernel=kernel,
-        )  # fmt: skip
+        )
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)
 
 
 def _exactly(kind: str) -> AbstractContextManager[Any]:
-    """No autocast on devices of this kind: it would compute the products in another dtype than that of the pages."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    """No autocast on devices of this kind: it would compute the products in another dtype than that
+    of the pages."""
+    return (
+        torch.autocast(kind, enabled=False)
+        if torch.is_autocast_enabled(kind)
+        else contextlib.nullcontext()
+    )

@@ -1,4 +1,5 @@
-"""The call of a transformers layer, read once: one name for each thing, and errors for what is not known."""
+"""The call of a transformers layer, read once: one name for each thing, and errors for what is not
+known."""
 
 from __future__ import annotations
 
@@ -10,7 +11,21 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.hf.models.attention_modules import HANDLED, HARMLESS, cached_routed, routed
 
 # An argument with one of these words in its name changes the result, even if it is no tensor.
-_TELLING = ("window", "softcap", "chunk", "mask", "bias", "sink", "alibi", "indices", "block", "scale", "causal", "page", "cache")
+_TELLING = (
+    "window",
+    "softcap",
+    "chunk",
+    "mask",
+    "bias",
+    "sink",
+    "alibi",
+    "indices",
+    "block",
+    "scale",
+    "causal",
+    "page",
+    "cache",
+)
 
 _collector: Any = None
 try:
@@ -18,14 +33,17 @@ try:
 
     if hasattr(_active_collector, "context_var"):
         _collector = _active_collector
-except ImportError:  # another version: then only the layers that receive output_attentions return weights
+except (
+    ImportError
+):  # another version: then only the layers that receive output_attentions return weights
     pass
 
 _own = object.__getattribute__
 
 
 class Lengths(NamedTuple):
-    """Packed requests, one after the other: int32 cumulative lengths of queries and keys, and upper bounds of the longest in tokens.
+    """Packed requests, one after the other: int32 cumulative lengths of queries and keys, and upper
+    bounds of the longest in tokens.
 
     padded: may tokens follow the last request? Not where a mask of ours tells the requests.
     """
@@ -41,9 +59,11 @@ class Request(NamedTuple):
     """A layer's call.
 
     query, key, value: `[B, Hq, S, D]`, `[B, Hkv, T, D]`, `[B, Hkv, T, Dv]`.
-    mask: None; bool or float `[B or 1, Hq or 1, S, T]`; or a descriptor of ranges or of packed requests.
+    mask: None; bool or float `[B or 1, Hq or 1, S, T]`; or a descriptor of ranges or of packed
+    requests.
     bias: float `[B or 1, Hq, S, T]`, added to the logits. lengths: of packed requests in one row.
-    dropout: on the probabilities; 0 where the module does not train. window: tokens visible, the own included; None or 0: all.
+    dropout: on the probabilities; 0 where the module does not train. window: tokens visible, the
+    own included; None or 0: all.
     weights: are the attention weights asked for?
     """
 
@@ -61,20 +81,24 @@ class Request(NamedTuple):
     weights: bool = False
 
 
-def lengths_of(starts_q: Tensor | None, starts_k: Tensor | None, longest_q: int | None, longest_k: int | None) -> Lengths | None:
+def lengths_of(
+    starts_q: Tensor | None, starts_k: Tensor | None, longest_q: int | None, longest_k: int | None
+) -> Lengths | None:
     """The lengths that a caller passes; None where it passes none of the queries."""
     return None if starts_q is None else Lengths(starts_q, starts_k, longest_q, longest_k)
 
 
 def scaled(query: Tensor, scale: float | Tensor | None) -> tuple[Tensor, float | None]:
-    """(the query, the factor on its logits). A factor that is a tensor is multiplied into the query."""
+    """(the query, the factor on its logits). A factor that is a tensor is multiplied into the
+    query."""
     if isinstance(scale, Tensor):
         return query * scale, 1.0
     return query, scale
 
 
 def is_causal_call(module: Any, is_causal: bool | None) -> bool:
-    """Does a query see no key after its own in a call without a mask? `is_causal` says so, or else the module's own flag."""
+    """Does a query see no key after its own in a call without a mask? `is_causal` says so, or else
+    the module's own flag."""
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
@@ -85,10 +109,13 @@ def flat_sinks(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
 
 
 def weights_recorded(module: Any, compiling: bool) -> bool:
-    """Does transformers record attention weights now? Not every layer receives the argument that asks for them."""
+    """Does transformers record attention weights now? Not every layer receives the argument that
+    asks for them."""
     config = getattr(module, "config", None)
     # A config's own way to look an attribute up makes three calls.
-    if config is not None and (config.__dict__ if compiling else _own(config, "__dict__")).get("_output_attentions"):
+    if config is not None and (config.__dict__ if compiling else _own(config, "__dict__")).get(
+        "_output_attentions"
+    ):
         return True
     if _collector is None or compiling:
         return False
@@ -97,28 +124,40 @@ def weights_recorded(module: Any, compiling: bool) -> bool:
 
 
 def check_layer(cls: Any, others: dict[str, Any], compiling: bool, trusted: bool) -> None:
-    """Raise InvalidInput for an argument that is not known, see `check_others`, or for a class that is not served, see `routed`.
+    """Raise InvalidInput for an argument that is not known, see `check_others`, or for a class that
+    is not served, see `routed`.
 
     trusted: every class is served.
     """
     if others and (compiling or not others.keys() <= HARMLESS):
         check_others(others)
     if not (trusted or (routed(cls) if compiling else cached_routed(cls))):
-        want = "attnops.patch(model), which tries masks with this model: transformers does not route it through sdpa"
+        want = (
+            "attnops.patch(model), which tries masks with this model: transformers does not "
+            "route it through sdpa"
+        )
         fail(InvalidInput, "attn_implementation", f"attnops for {cls.__name__}", want)
 
 
 def check_others(others: dict[str, Any]) -> None:
-    """Raise InvalidInput for an unknown argument that may change the result: a tensor, or a name with one of _TELLING."""
+    """Raise InvalidInput for an unknown argument that may change the result: a tensor, or a name
+    with one of _TELLING."""
     for name, value in others.items():
         if name in HARMLESS or value is None or value is False:
             continue
         if name == "output_attentions":
-            fail(InvalidInput, name, value, "False: kernels of continuous batching return no attention weights")
+            fail(
+                InvalidInput,
+                name,
+                value,
+                "False: kernels of continuous batching return no attention weights",
+            )
         if _holds_tensor(value) or any(word in name for word in _TELLING):
             want = f"one of {', '.join(sorted(HANDLED))}: dropping it would change the result"
             fail(InvalidInput, f"attention argument {name}", type(value).__name__, want)
 
 
 def _holds_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value))
+    return isinstance(value, Tensor) or (
+        isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+    )

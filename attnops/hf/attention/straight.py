@@ -1,9 +1,11 @@
 """Plain calls that SDPA answers, remembered: the next one hands it the tensors as they are.
 
-In eager decoding the host is slower than the GPU, and the work between two layers drops this code from the processor's caches, so a
-layer's call makes few calls. What is remembered maps the facts by which the kernel of a plain call is chosen, less those that SDPA checks
-itself, to a function of query, key and value, and to the numbers of keys that no kernel tells apart. Autocast, torch.func and forward
-mode see SDPA itself. Policy, registry and target are attributes, which cost less than a call.
+In eager decoding the host is slower than the GPU, and the work between two layers drops this code
+from the processor's caches, so a layer's call makes few calls. What is remembered maps the facts by
+which the kernel of a plain call is chosen, less those that SDPA checks itself, to a function of
+query, key and value, and to the numbers of keys that no kernel tells apart. Autocast, torch.func
+and forward mode see SDPA itself. Policy, registry and target are attributes, which cost less than a
+call.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ Straight = Callable[[Tensor, Tensor, Tensor], Tensor]
 _NUMBERS = (float, type(None))
 
 
-def is_plain(module: Any, query: Tensor, scaling: Any, asks: tuple[Any, ...], others: dict[str, Any]) -> bool:
-    """May a call without dropout be one that is remembered? It asks for nothing else, and nothing records it or looks at it.
+def is_plain(
+    module: Any, query: Tensor, scaling: Any, asks: tuple[Any, ...], others: dict[str, Any]
+) -> bool:
+    """May a call without dropout be one that is remembered? It asks for nothing else, and nothing
+    records it or looks at it.
 
     asks: the mask, sinks and other arguments that a plain call does not have.
     """
@@ -41,16 +46,41 @@ def is_plain(module: Any, query: Tensor, scaling: Any, asks: tuple[Any, ...], ot
             return False
     if type(query) is not Tensor or type(scaling) not in _NUMBERS or not others.keys() <= HARMLESS:
         return False
-    return not (is_grad_enabled() or _len_torch_dispatch_stack() or profiling() or tracing() or weights_recorded(module, False))
+    return not (
+        is_grad_enabled()
+        or _len_torch_dispatch_stack()
+        or profiling()
+        or tracing()
+        or weights_recorded(module, False)
+    )
 
 
-def facts_of(module: Any, tensors: Tensors, is_causal: bool | None, scaling: Any, window: int | None, softcap: Any) -> Facts:
+def facts_of(
+    module: Any,
+    tensors: Tensors,
+    is_causal: bool | None,
+    scaling: Any,
+    window: int | None,
+    softcap: Any,
+) -> Facts:
     """What a plain call is remembered by."""
     query, key, value = tensors
     return (
-        type(module), getattr(module, "is_causal", True), is_causal, scaling, window, softcap, _ACTIVE.key, _REGISTRY.generation,
-        _OVERRIDE.target, query.shape, key.shape[1], value.shape[-1], query.dtype, query.is_cpu,
-    )  # fmt: skip
+        type(module),
+        getattr(module, "is_causal", True),
+        is_causal,
+        scaling,
+        window,
+        softcap,
+        _ACTIVE.key,
+        _REGISTRY.generation,
+        _OVERRIDE.target,
+        query.shape,
+        key.shape[1],
+        value.shape[-1],
+        query.dtype,
+        query.is_cpu,
+    )
 
 
 class StraightCalls:
@@ -60,7 +90,8 @@ class StraightCalls:
         self._known: dict[Facts, tuple[range, Straight]] = {}
 
     def answer(self, facts: Facts, tensors: Tensors) -> tuple[Facts | None, Tensor | None]:
-        """(the facts to remember the call by, `[B, S, H, Dv]`); no answer to a call that is not known.
+        """(the facts to remember the call by, `[B, S, H, Dv]`); no answer to a call that is not
+        known.
 
         No facts for tensors that SDPA refuses: the checks of the op name the argument.
         """
@@ -70,7 +101,8 @@ class StraightCalls:
         keys, straight = known
         query, key, value = tensors
         sizes, value_sizes = key.shape, value.shape
-        # SDPA would broadcast a key or a value of another batch, and heads of its own for the value. It refuses all else that differs.
+        # SDPA would broadcast a key or a value of another batch, and heads of its own for the
+        # value. It refuses all else that differs.
         if not (sizes[2] in keys and sizes[0] == query.shape[0] and value_sizes[:3] == sizes[:3]):
             return facts, None
         try:
@@ -78,8 +110,11 @@ class StraightCalls:
         except RuntimeError:
             return None, None
 
-    def remember(self, facts: Facts, call: Attention, run: Any, tensors: Tensors, window: int | None) -> Straight | None:
-        """The function that answers all calls of these facts from now on. None: SDPA does not answer them as they are.
+    def remember(
+        self, facts: Facts, call: Attention, run: Any, tensors: Tensors, window: int | None
+    ) -> Straight | None:
+        """The function that answers all calls of these facts from now on. None: SDPA does not
+        answer them as they are.
 
         run: the kernel that is chosen for `call`. tensors: those of the call, heads first.
         """
@@ -91,6 +126,8 @@ class StraightCalls:
         if len(self._known) >= KINDS:
             self._known.clear()
         keys = key.shape[2]
-        grown = growth(tensors, (-1, 2, 2), (window or 0,))  # a window that begins to bind is another call
+        grown = growth(
+            tensors, (-1, 2, 2), (window or 0,)
+        )  # a window that begins to bind is another call
         self._known[facts] = (range(keys, keys + 1) if grown is None else grown[0]), straight
         return straight

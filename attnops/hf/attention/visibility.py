@@ -16,9 +16,11 @@ from attnops.hf.attention.request import Lengths, Request
 class Visible(NamedTuple):
     """Which keys queries see.
 
-    mask: bool or float with four dims; it alone decides, unless one of the rules below narrows it. causal: query i sees the keys up to
-    its own, bottom right. left: keys left of the query's own, -1 unbounded. start, end: int `[B]`, the range of keys.
-    packed: the requests of a row see themselves alone. keys: how many there are; those that come after are cut off.
+    mask: bool or float with four dims; it alone decides, unless one of the rules below narrows it.
+    causal: query i sees the keys up to its own, bottom right. left: keys left of the query's own,
+    -1 unbounded. start, end: int `[B]`, the range of keys.
+    packed: the requests of a row see themselves alone. keys: how many there are; those that come
+    after are cut off.
     """
 
     mask: Tensor | None = None
@@ -33,8 +35,9 @@ class Visible(NamedTuple):
 def visible_of(request: Request, causal: bool, packs: bool) -> Visible:
     """What the mask of a request, its bias and its lengths say together.
 
-    causal: is a request without a mask? packs: may packed requests go to `attnops.varlen_attention`?
-    Raises InvalidInput: a mask of a wrong shape or dtype, or lengths that do not fit it.
+    causal: is a request without a mask? packs: may packed requests go to
+    `attnops.varlen_attention`? Raises InvalidInput: a mask of a wrong shape or dtype, or lengths
+    that do not fit it.
     """
     mask, lengths = request.mask, request.lengths
     if mask is None:
@@ -43,7 +46,11 @@ def visible_of(request: Request, causal: bool, packs: bool) -> Visible:
         return _of_documents(request, mask, packs)
     if mask.dtype == descriptor.DTYPE:
         of_range = descriptor.read_once(mask, request.query.shape[0])
-        return _with_mask(request, Visible(None, of_range.causal, of_range.window_left, of_range.start, of_range.end), lengths)
+        return _with_mask(
+            request,
+            Visible(None, of_range.causal, of_range.window_left, of_range.start, of_range.end),
+            lengths,
+        )
     return _with_mask(request, Visible(mask), lengths)
 
 
@@ -55,7 +62,9 @@ def _without_mask(request: Request, causal: bool) -> Visible:
         return Visible()
     queries, keys = request.query.shape[2], request.key.shape[2]
     left = window - 1 if window is not None and 0 < window < keys else -1
-    return Visible(causal=True, left=left, keys=queries if queries != 1 and keys > queries else None)
+    return Visible(
+        causal=True, left=left, keys=queries if queries != 1 and keys > queries else None
+    )
 
 
 def _of_documents(request: Request, mask: Tensor, packs: bool) -> Visible:
@@ -77,7 +86,8 @@ def _of_documents(request: Request, mask: Tensor, packs: bool) -> Visible:
 
 
 def _with_mask(request: Request, visible: Visible, lengths: Lengths | None) -> Visible:
-    """The same with the bias in its mask, and with the requests of `lengths` kept apart in it; the mask has four dims."""
+    """The same with the bias in its mask, and with the requests of `lengths` kept apart in it; the
+    mask has four dims."""
     mask, bias = visible.mask, request.bias
     if bias is not None:
         mask = join(bias if visible.keys is None else bias[..., : visible.keys], mask)
@@ -89,7 +99,8 @@ def _with_mask(request: Request, visible: Visible, lengths: Lengths | None) -> V
 
 
 def join(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """One additive mask of a position bias and a bool or float mask that broadcast with each other."""
+    """One additive mask of a position bias and a bool or float mask that broadcast with each
+    other."""
     if mask is None:
         return bias
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
@@ -98,7 +109,8 @@ def join(bias: Tensor, mask: Tensor | None) -> Tensor:
 def apart(query: Tensor, key: Tensor, mask: Tensor | None, lengths: Lengths) -> Tensor:
     """The mask (or None), restricted to pairs of tokens of one packed request.
 
-    Raises InvalidInput: several rows, or other keys than queries, whose positions a mask does not know.
+    Raises InvalidInput: several rows, or other keys than queries, whose positions a mask does not
+    know.
     """
     batch, _, count, _ = query.shape
     same = lengths.starts_k is None or lengths.starts_k.shape == lengths.starts_q.shape
@@ -110,4 +122,6 @@ def apart(query: Tensor, key: Tensor, mask: Tensor | None, lengths: Lengths) -> 
     together = (request[:, None] == request)[None, None]
     if mask is None:
         return together
-    return mask & together if mask.dtype == torch.bool else mask.masked_fill(~together, float("-inf"))
+    return (
+        mask & together if mask.dtype == torch.bool else mask.masked_fill(~together, float("-inf"))
+    )

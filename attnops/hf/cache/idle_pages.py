@@ -33,8 +33,8 @@ def most_idle_bytes(device: torch.device) -> float:
 class Pool:
     """The idle sets of pages of one model, within the bounds after each call of `lend` and `trim`.
 
-    drop: frees what was captured over a set of pages. A finalizer never calls it: a cache may be collected at any time, in the middle of a
-    capture too.
+    drop: frees what was captured over a set of pages. A finalizer never calls it: a cache may be
+    collected at any time, in the middle of a capture too.
     """
 
     def __init__(self, drop: Callable[[ModelPages], None]) -> None:
@@ -56,12 +56,13 @@ class Pool:
         *,
         exact: bool = False,
     ) -> PagedModelCache:
-        """A cache over idle pages that fit, else over new ones, for which idle pages are freed when memory is short.
+        """A cache over idle pages that fit, else over new ones, for which idle pages are freed when
+        memory is short.
 
         Idle pages on another device, from which the model has moved, are freed.
 
-        The pages come back when the cache is gone, or when `state.give_back` is called. After an error or an interrupt idle pages are idle
-        still.
+        The pages come back when the cache is gone, or when `state.give_back` is called. After an
+        error or an interrupt idle pages are idle still.
 
         Args:
             over: makes a cache over pages.
@@ -74,7 +75,9 @@ class Pool:
         with self._lock:
             self._leave(wanted.device)
             found = self._fitting(wanted, page_size, exact)
-            sizes = wanted if exact or found is not None else self._merged(_rounded(wanted), page_size)
+            sizes = (
+                wanted if exact or found is not None else self._merged(_rounded(wanted), page_size)
+            )
             self._shrink(MOST_IDLE, found)
             cache = over(found or self._new(sizes, wanted, page_size))
             if found is not None:
@@ -106,25 +109,36 @@ class Pool:
         """The smallest idle pages that fit."""
         rows, length = wanted[:2]
         alike = self._alike(wanted, page_size)
-        fitting = [p for p in alike if (p.sizes == wanted if exact else p.sizes.rows >= rows and p.sizes.length >= length)]
+        fitting = [
+            p
+            for p in alike
+            if (p.sizes == wanted if exact else p.sizes.rows >= rows and p.sizes.length >= length)
+        ]
         return min(fitting, key=lambda p: _area(p.sizes), default=None)
 
     def _merged(self, sizes: Sizes, page_size: int | None) -> Sizes:
-        """Sizes for these and for those of idle pages, which are freed, unless that is far more: many short rows, and a few long ones."""
+        """Sizes for these and for those of idle pages, which are freed, unless that is far more:
+        many short rows, and a few long ones."""
         for pages in self._alike(sizes, page_size):
-            both = sizes._replace(rows=max(sizes.rows, pages.sizes.rows), length=max(sizes.length, pages.sizes.length))
+            both = sizes._replace(
+                rows=max(sizes.rows, pages.sizes.rows), length=max(sizes.length, pages.sizes.length)
+            )
             if _area(both) <= MOST_FOR_BOTH * max(_area(sizes), _area(pages.sizes)):
                 sizes = both
                 self._free(pages)
         return sizes
 
     def end(self) -> None:
-        """Take the pages from every cache, whose later uses raise InvalidInput: the model no longer knows them."""
+        """Take the pages from every cache, whose later uses raise InvalidInput: the model no longer
+        knows them."""
         want = "transformers' own cache, or after patch() one of new_cache()"
         with self._lock:
             for state in tuple(self._lent):
                 if state.give_back is not None and state.give_back.detach() is not None:
-                    state.pages, state.step = Returned("a cache of a model that was unpatched since", want), None
+                    state.pages, state.step = (
+                        Returned("a cache of a model that was unpatched since", want),
+                        None,
+                    )
             self._idle.clear()
 
     def trim(self) -> None:
@@ -140,7 +154,9 @@ class Pool:
     def _shrink(self, most: int, kept: ModelPages | None = None) -> None:
         """Free the oldest idle pages but `kept`, down to so many sets and to the bytes."""
         while others := [pages for pages in tuple(self._idle) if pages is not kept]:
-            if len(others) <= most and sum(pages.nbytes for pages in others) <= most_idle_bytes(others[0].sizes.device):
+            if len(others) <= most and sum(pages.nbytes for pages in others) <= most_idle_bytes(
+                others[0].sizes.device
+            ):
                 break
             self._free(others[0])
 
@@ -155,6 +171,7 @@ def _area(sizes: Sizes) -> int:
 
 
 def _rounded(sizes: Sizes) -> Sizes:
-    """With the length rounded up by at most an eighth, so that a conversation whose text grows seldom needs other pages."""
+    """With the length rounded up by at most an eighth, so that a conversation whose text grows
+    seldom needs other pages."""
     step = 1 << max((sizes.length - 1).bit_length() - 4, 0)
     return sizes._replace(length=-(-sizes.length // step) * step)

@@ -1,7 +1,9 @@
-"""`ModelPages`: the pages of a cache for a patched model, with the counters that its steps read on the device.
+"""`ModelPages`: the pages of a cache for a patched model, with the counters that its steps read on
+the device.
 
-Every row of a batch is one request of `attnops.cache.Pages`, allocated once for the whole length. Its pages never change, so that captured
-graphs may hold the tables. Layers with a sliding window have pages for the window and a few new tokens, and use them in turn.
+Every row of a batch is one request of `attnops.cache.Pages`, allocated once for the whole length.
+Its pages never change, so that captured graphs may hold the tables. Layers with a sliding window
+have pages for the window and a few new tokens, and use them in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from attnops.cache.planner import device_plan
 from attnops.cache.step import Tokens
 from attnops.core.kernel import Kernel
 from attnops.core.problem import Problem, Target, altered
-from attnops.core.select import active_policy, decode_us, key_for, parse_policy, select, workspace_bytes
+from attnops.core.select import (
+    active_policy,
+    decode_us,
+    key_for,
+    parse_policy,
+    select,
+    workspace_bytes,
+)
 from attnops.graphs.streams import LastStream
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
@@ -31,18 +40,22 @@ from attnops.ops.pages.plan import over_latents, step_of
 
 # Padding of a row without tokens: more than any position.
 EMPTY = 2**62
-# New tokens of a row that a sliding layer has room for beside the window, where no more are asked for.
+# New tokens of a row that a sliding layer has room for beside the window, where no more are asked
+# for.
 DRAFTS = 32
-# As `drafts`: any number of positions may be taken back, so that sliding layers have pages for the whole text.
+# As `drafts`: any number of positions may be taken back, so that sliding layers have pages for the
+# whole text.
 ALL = 2**30
-# Pages are negotiated as if scratch were free. The workspace is then as large as the chosen kernel asks for.
+# Pages are negotiated as if scratch were free. The workspace is then as large as the chosen kernel
+# asks for.
 _PLENTY = 2**30
-# The most new tokens of a request for which a plan is made: kernels that read one on the device decode, they do not prefill.
+# The most new tokens of a request for which a plan is made: kernels that read one on the device
+# decode, they do not prefill.
 _PLANNED = 8
 
 
-# The W tokens of each row's window before a step that is too long for the window's pages: their slots, int64 `[B * W]`, and int64 `[B]`,
-# the first of a row's W entries that is one of its tokens.
+# The W tokens of each row's window before a step that is too long for the window's pages: their
+# slots, int64 `[B * W]`, and int64 `[B]`, the first of a row's W entries that is one of its tokens.
 Past = tuple[Tensor, Tensor]
 
 
@@ -54,7 +67,8 @@ class Sizes(NamedTuple):
     layers: of one kind and dtype; their page_size is 0, for it is still to be chosen.
     device: of the pages.
     kernel: the kernel that reads them, or None.
-    drafts: new tokens of a row that a sliding layer has room for beside the window, and that can be taken back. A longer step attends to
+    drafts: new tokens of a row that a sliding layer has room for beside the window, and that can be
+    taken back. A longer step attends to
         copies of the window.
     fixed: graphs are captured over the pages, so the compiler need not know of other sizes.
     """
@@ -69,13 +83,16 @@ class Sizes(NamedTuple):
 
 
 class ModelPages(Pages):
-    """Pages for `sizes.rows` requests of `sizes.length` tokens, and the counters of the batch. All tensors keep their addresses.
+    """Pages for `sizes.rows` requests of `sizes.length` tokens, and the counters of the batch. All
+    tensors keep their addresses.
 
     choice: the negotiated page size. forced: the one that the caller asked for, or None.
     seen: int64 `[]`, positions so far, padding included.
     most: int64 `[]`, positions there is room for.
-    pad: int64 `[rows]`, the positions of each row that are padding; EMPTY for a row that the last step did not have.
-    high: int64 `[]`, the most positions there have been since the cache was empty, where there are windows.
+    pad: int64 `[rows]`, the positions of each row that are padding; EMPTY for a row that the last
+    step did not have.
+    high: int64 `[]`, the most positions there have been since the cache was empty, where there are
+    windows.
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
     begun: kinds of steps whose kernels have begun to be compiled.
     counters: the tensors that a step writes besides keys, values and latents.
@@ -87,33 +104,48 @@ class ModelPages(Pages):
         # One page size for all layers, by the kind of layer that most of them are.
         kinds = Counter(altered(layer, window=(-1, -1)) for layer in sizes.layers)
         self.choice = negotiate_page_size(
-            kinds.most_common(1)[0][0], max_requests=rows, max_tokens_per_request=length, page_size=page_size,
-            kernels=None if kernel is None else (kernel,), device=sizes.device, workspace_bytes=_PLENTY,
-        )  # fmt: skip
+            kinds.most_common(1)[0][0],
+            max_requests=rows,
+            max_tokens_per_request=length,
+            page_size=page_size,
+            kernels=None if kernel is None else (kernel,),
+            device=sizes.device,
+            workspace_bytes=_PLENTY,
+        )
         size, first = self.choice.page_size, sizes.layers[0]
         whole = -(-length // size)
         # Two columns at least: the compiler specialises on a table of one.
         columns = columns_of(length, size) if over_latents(first) else max(2, whole)
         layers = [
-            Layer(((layer.head_dim,),)) if over_latents(layer)
-            else Layer(((layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.v_head_dim)), layer.rules.window[0] + 1)
+            Layer(((layer.head_dim,),))
+            if over_latents(layer)
+            else Layer(
+                ((layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.v_head_dim)),
+                layer.rules.window[0] + 1,
+            )
             for layer in sizes.layers
-        ]  # fmt: skip
+        ]
         super().__init__(
-            Room(layers, 1 + rows * whole, size, rows, columns, sizes.drafts, length, "max_length"), dtype=first.dtype, device=sizes.device
+            Room(layers, 1 + rows * whole, size, rows, columns, sizes.drafts, length, "max_length"),
+            dtype=first.dtype,
+            device=sizes.device,
         )
         for _ in range(rows):
             self.alloc(length)
         self.begun: set[Hashable] = set()
         self._plan_of: tuple[Kernel, Problem] | None = None
-        self._kinds: dict[Problem, int] = dict(zip(sizes.layers, self.table_of, strict=True))  # and a page table of each
+        self._kinds: dict[Problem, int] = dict(
+            zip(sizes.layers, self.table_of, strict=True)
+        )  # and a page table of each
         self.add_workspace(max(map(self._scratch, self._kinds)))
         chosen = {layer: self._chosen(layer) for layer in self._kinds}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
         self.one_launch()
         with ordinary():
-            self.seen, self.high = (torch.zeros((), dtype=torch.int64, device=sizes.device) for _ in range(2))
+            self.seen, self.high = (
+                torch.zeros((), dtype=torch.int64, device=sizes.device) for _ in range(2)
+            )
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
         self.counters = self.seen, self.pad, self.high
@@ -134,29 +166,39 @@ class ModelPages(Pages):
 
     def _decode(self, layer: Problem) -> Problem:
         """The attention of a decode step of this layer."""
-        spec, rows, table = replace(layer, page_size=self.page_size), self.sizes.rows, self.tables[self._kinds[layer]]
+        spec, rows, table = (
+            replace(layer, page_size=self.page_size),
+            self.sizes.rows,
+            self.tables[self._kinds[layer]],
+        )
         decode = step_of(spec, Target.of(self.sizes.device), rows, rows, table.shape[1], 1)
         if over_latents(spec):
             return altered(decode, plan="device")
-        return altered(decode, plan="none", padded=False, pages_alike=spec.head_dim == spec.v_head_dim)
+        return altered(
+            decode, plan="none", padded=False, pages_alike=spec.head_dim == spec.v_head_dim
+        )
 
     def _scratch(self, layer: Problem) -> int:
-        """Bytes that the kernel of a decode step of this layer asks for. Of latents, the kernel is kept: it may read a device plan."""
+        """Bytes that the kernel of a decode step of this layer asks for. Of latents, the kernel is
+        kept: it may read a device plan."""
         decode, key = self._decode(layer), key_for(layer.op, self.sizes.kernel)
         scratch = workspace_bytes(decode, key)
         if self._takes_one_launch(layer, _PLENTY):
             scratch = max(scratch, workspace_bytes(self._step(layer, _PLENTY), active_policy()))
         if over_latents(layer):
             kernel = select(altered(decode, workspace=scratch), key).kernel
-            self._plan_of = None if kernel is None else (kernel, replace(layer, page_size=self.page_size))
+            self._plan_of = (
+                None if kernel is None else (kernel, replace(layer, page_size=self.page_size))
+            )
         return scratch
 
     def one_launch(self) -> tuple[bool, ...]:
-        """For each layer: do steps of one token take `decode_attention`, under the policy in force? Empty in a trace under another policy
-        than those before, for kernels are compared outside of traces.
+        """For each layer: do steps of one token take `decode_attention`, under the policy in force?
+        Empty in a trace under another policy than those before, for kernels are compared outside of
+        traces.
 
-        It is taken where its kernel costs less than rotation, write and attention together, or is forced; and never where the
-        kernel of attention is forced.
+        It is taken where its kernel costs less than rotation, write and attention together, or is
+        forced; and never where the kernel of attention is forced.
         """
         key = active_policy()
         if key not in self._one_launch:
@@ -169,25 +211,41 @@ class ModelPages(Pages):
     def _takes_one_launch(self, layer: Problem, room: int) -> bool:
         if over_latents(layer) or layer.v_head_dim != layer.head_dim:
             return False
-        apart, key = altered(self._decode(layer), workspace=room), key_for(layer.op, self.sizes.kernel)
+        apart, key = (
+            altered(self._decode(layer), workspace=room),
+            key_for(layer.op, self.sizes.kernel),
+        )
         whole, forced = select(self._step(layer, room), key), parse_policy(key).forced
         if whole.kernel is None or forced(layer.op):
             return False
         if forced("decode_attention") or whole.kernel.judge:
             return forced("decode_attention") is not None
-        sizes = {n: getattr(apart, n) for n in ("dtype", "kv_dtype", "kv_heads", "head_dim", "v_head_dim", "page_size")}
+        sizes = {
+            n: getattr(apart, n)
+            for n in ("dtype", "kv_dtype", "kv_heads", "head_dim", "v_head_dim", "page_size")
+        }
         write = Problem.of("write_kv", apart.target, **sizes, tokens=apart.sizes.tokens)
         attention, written = (decode_us(select(problem, key)) for problem in (apart, write))
-        # The compiler's rotation is a launch more, which moves about as many numbers as the write does.
+        # The compiler's rotation is a launch more, which moves about as many numbers as the write
+        # does.
         return decode_us(whole) < attention + 2 * written
 
     def _step(self, layer: Problem, room: int) -> Problem:
         """As `_decode`, of `decode_attention`."""
         decode = self._decode(layer)
-        return altered(decode, op="decode_attention", causal=False, padded=True, window=(decode.rules.window[0], -1), workspace=room)
+        return altered(
+            decode,
+            op="decode_attention",
+            causal=False,
+            padded=True,
+            window=(decode.rules.window[0], -1),
+            workspace=room,
+        )
 
     def _chosen(self, layer: Problem) -> str:
-        kernel = select(altered(self._decode(layer), workspace=self._room), key_for(layer.op, self.sizes.kernel)).kernel
+        kernel = select(
+            altered(self._decode(layer), workspace=self._room), key_for(layer.op, self.sizes.kernel)
+        ).kernel
         return "" if kernel is None else kernel.name
 
     @property
@@ -210,11 +268,14 @@ class ModelPages(Pages):
             self.high.zero_()
             self.pad.fill_(EMPTY)
             if self.workspace is not None:
-                self.workspace[:COUNTERS].zero_()  # a launch that an error ended early leaves counts behind
+                self.workspace[
+                    :COUNTERS
+                ].zero_()  # a launch that an error ended early leaves counts behind
 
     def advance(self, start: Tensor, count: int) -> None:
         """Count `count` new positions of rows with padding `start` `[B]` as seen."""
-        # A row that is not in this step lacks the step's tokens: it may come back only with padding in their place.
+        # A row that is not in this step lacks the step's tokens: it may come back only with padding
+        # in their place.
         self.pad.fill_(EMPTY)
         # Not into a slice, of which Inductor of torch 2.13 asks whether it is as long as the whole.
         self.pad.index_copy_(0, torch.arange(start.shape[0], device=start.device), start)
@@ -223,16 +284,21 @@ class ModelPages(Pages):
             self.high.copy_(torch.maximum(self.high, self.seen))
 
     def check_length(self, length: Tensor) -> None:
-        """Raise InvalidInput when a window at position `length` `[]` needs tokens that are overwritten. With windows the host waits."""
+        """Raise InvalidInput when a window at position `length` `[]` needs tokens that are
+        overwritten. With windows the host waits."""
         if any(self.windows):
             left, high = torch.stack([length, self.high]).tolist()
             for window, table in zip(self.windows, self.tables, strict=True):
-                check_kept("crop, positions to keep", left, high, window, table.shape[1] * self.page_size)
+                check_kept(
+                    "crop, positions to keep", left, high, window, table.shape[1] * self.page_size
+                )
 
     def step(self, tokens: Tokens, before: Tensor, heads: int) -> PagedBatch:
-        """The batch of a step that is not yet counted as seen. tokens: as many of each row. heads: query heads of the first layer.
+        """The batch of a step that is not yet counted as seen. tokens: as many of each row. heads:
+        query heads of the first layer.
 
-        before: int64 `[B]`, tokens of each row in the pages; negative while padding is still to come.
+        before: int64 `[B]`, tokens of each row in the pages; negative while padding is still to
+        come.
         """
         batch = self.describe(tokens, before.shape[0], (before + tokens.longest).to(torch.int32))
         if self._plan_of is not None and tokens.longest <= _PLANNED:

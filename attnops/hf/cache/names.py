@@ -1,8 +1,9 @@
 """The names under which transformers hands a cache around. No other module of attnops knows them.
 
-transformers has one name for the argument of models and of their layers, for the entry among the arguments that `generate()` keeps for
-its model, and for the field of results: `past_key_values`, and from 5.24 on `cache`. 5.24 takes the old name from callers, too, and warns
-of it. Layers of GPT-NeoX and of its kin have a name of their own.
+transformers has one name for the argument of models and of their layers, for the entry among the
+arguments that `generate()` keeps for its model, and for the field of results: `past_key_values`,
+and from 5.24 on `cache`. 5.24 takes the old name from callers, too, and warns of it. Layers of
+GPT-NeoX and of its kin have a name of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def model_takes_cache(cls: type) -> bool:
 
 
 def argument_of(model: Any) -> str:
-    """The name of a model's argument for its cache. A class of the user's own may keep the old one."""
+    """The name of a model's argument for its cache. A class of the user's own may keep the old
+    one."""
     own = _parameters(type(model).forward)
     return _OLD if _OLD in own and NAME not in own else NAME
 
@@ -51,7 +53,8 @@ def argument(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def renamed(arguments: dict[str, Any], name: str = NAME) -> dict[str, Any]:
-    """Arguments with the cache under this name. Where a caller gives two caches, transformers says which one counts."""
+    """Arguments with the cache under this name. Where a caller gives two caches, transformers says
+    which one counts."""
     given = [other for other in _BY_ITS_NAME if other in arguments]
     if not given or name in given:
         return arguments

@@ -1,11 +1,13 @@
-"""`PagedModelCache`: a cache in pages that attnops owns, with the interface of transformers' caches.
+"""`PagedModelCache`: a cache in pages that attnops owns, with the interface of transformers'
+caches.
 
-It gives transformers lengths, resets, rollbacks and one layer object a layer, but no keys and values: `update` returns the new ones as
-they came, with one more dimension, so that a consumer which does not know of this cache fails instead of computing nonsense. The attention
-function writes and reads the pages (see `attnops.hf.attention.over_pages`).
+It gives transformers lengths, resets, rollbacks and one layer object a layer, but no keys and
+values: `update` returns the new ones as they came, with one more dimension, so that a consumer
+which does not know of this cache fails instead of computing nonsense. The attention function writes
+and reads the pages (see `attnops.hf.attention.over_pages`).
 
-A row is a request, and has the same pages as long as the cache lives. Padding on the left is not stored: the token of row b at position p
-of the padded batch is token `p - pad[b]` of its pages.
+A row is a request, and has the same pages as long as the cache lives. Padding on the left is not
+stored: the token of row b at position p of the padded batch is token `p - pad[b]` of its pages.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+)
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
@@ -36,7 +43,8 @@ class Step(NamedTuple):
     """A forward pass, shared by its layers.
 
     batch: of all page tables.
-    past: of each page table the tokens before a step too long to attend through it; None: it is not.
+    past: of each page table the tokens before a step too long to attend through it; None: it is
+    not.
     fresh: the cache was empty before the step.
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
     """
@@ -49,10 +57,13 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """One layer's part of a step: its pages and window, its page table's batch and past, and is the cache fresh, as in `Step`?
+    """One layer's part of a step: its pages and window, its page table's batch and past, and is the
+    cache fresh, as in `Step`?
 
-    Compiled code of one layer is given it in place of the cache. It holds no layer number, so that the code serves all layers.
-    heads: query heads that the batch's plan was made for. one_launch: do steps of one token take `decode_attention`?
+    Compiled code of one layer is given it in place of the cache. It holds no layer number, so that
+    the code serves all layers.
+    heads: query heads that the batch's plan was made for. one_launch: do steps of one token take
+    `decode_attention`?
     packed: are the tokens of all requests in one row, one request after the other?
     """
 
@@ -75,7 +86,9 @@ class View:
         """Does it hold latents?"""
         return len(self.pages) == 1
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """As `PagedLayer.update`."""
         return key_states[None], value_states[None]
 
@@ -84,9 +97,12 @@ class View:
         return self.window
 
     def view(self, layer: Any, start: Tensor, count: int, heads: int) -> View:
-        """Itself: the step began before the layer. Raises NotRegional for other heads than those that a plan was made for."""
+        """Itself: the step began before the layer. Raises NotRegional for other heads than those
+        that a plan was made for."""
         if self.batch.plan is not None and heads != self.heads:
-            raise NotRegional(f"the plan of a step is for {self.heads} query heads, a layer has {heads}")
+            raise NotRegional(
+                f"the plan of a step is for {self.heads} query heads, a layer has {heads}"
+            )
         return self
 
     def wrote(self, layer: Any) -> None:
@@ -110,14 +126,17 @@ class Returned:
 
 @dataclass(eq=False)
 class State:
-    """The pages while one cache uses them, shared by the cache and its layers: when all of these are gone, the pages are free again.
+    """The pages while one cache uses them, shared by the cache and its layers: when all of these
+    are gone, the pages are free again.
 
     give_back: of pages that are lent, the function that frees them now.
     step: the step under way.
     filled: are there tokens? A Python bool, because the form of a step depends on it.
-    unfinished: positions of a step that counts as seen, and that not all layers have written. It stays when a layer raises.
+    unfinished: positions of a step that counts as seen, and that not all layers have written. It
+    stays when a layer raises.
     before: positions before the step under way, where it counts as seen before its masks are made.
-    start, real: set while a step in graphs, of one token each, is traced or captured (see `decode`). int64 `[B]`, the padding, and
+    start, real: set while a step in graphs, of one token each, is traced or captured (see
+    `decode`). int64 `[B]`, the padding, and
         bool `[B]`, is the row stored?
     """
 
@@ -136,7 +155,8 @@ class State:
         return self.filled and not self.unfinished
 
     def use(self) -> None:
-        """As `ModelPages.use`, but for the trace or capture of a step, around which they are used."""
+        """As `ModelPages.use`, but for the trace or capture of a step, around which they are
+        used."""
         if self.start is None and not torch.compiler.is_compiling():
             self.pages.use()
 
@@ -152,7 +172,8 @@ class State:
         self.filled = False
 
     def left(self, tokens_to_remove: Any) -> Tensor:
-        """int64 `[]`, positions that are left without the last `-tokens_to_remove`, or a positive number's first ones.
+        """int64 `[]`, positions that are left without the last `-tokens_to_remove`, or a positive
+        number's first ones.
 
         Raises InvalidInput when a sliding window needs tokens whose pages have been used again.
         """
@@ -182,7 +203,9 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.state, self.first, self.is_initialized = state, first, True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """The new keys and values, `[1, B, ...]` of `[B, ...]`. They are not stored yet.
 
         Raises InvalidInput: the pages were taken back.
@@ -196,13 +219,16 @@ class PagedLayer(CacheLayerMixin):
         return self.state.pages.seen if self.state.before is None else self.state.before
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """(room in tokens, padding `[rows]`), for the mask function of attnops, which knows this cache by the tensor.
+        """(room in tokens, padding `[rows]`), for the mask function of attnops, which knows this
+        cache by the tensor.
 
         The padding is `[B, 1]` in a captured step, which makes no check of the mask.
         """
         self.state.use()
         start = self.state.start
-        return self.state.pages.sizes.length, self.state.pages.pad if start is None else start[:, None]
+        return self.state.pages.sizes.length, self.state.pages.pad if start is None else start[
+            :, None
+        ]
 
     def get_max_length(self) -> int:
         """Positions there is room for."""
@@ -225,24 +251,35 @@ class PagedLayer(CacheLayerMixin):
 
     def reorder_cache(self, *_: Any) -> None:
         """Raises InvalidInput: rows keep their pages."""
-        want = "a cache of transformers' own, for a way to generate that reorders the batch (beam search)"
+        want = (
+            "a cache of transformers' own, for a way to generate that reorders the batch "
+            "(beam search)"
+        )
         fail(InvalidInput, cache_names.NAME, "a cache of pages", want)
 
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
 class PagedModelCache(Cache):
-    """A batch in pages, the cache of a model patched with `cache="paged"`. Made by `Patched.new_cache`.
+    """A batch in pages, the cache of a model patched with `cache="paged"`. Made by
+    `Patched.new_cache`.
 
-    It holds `max_batch` rows of `max_length` positions each, padding included. Each call of the model brings as many new positions to
-    every row. Batches may shrink, but a row that was left out has no further steps until `reset()`, which makes the cache as new.
-    `crop(-n)` takes back the last n positions.
+    It holds `max_batch` rows of `max_length` positions each, padding included. Each call of the
+    model brings as many new positions to every row. Batches may shrink, but a row that was left out
+    has no further steps until `reset()`, which makes the cache as new. `crop(-n)` takes back the
+    last n positions.
     """
 
     latent = False
     """Does it hold latents?"""
 
-    def __init__(self, pages: ModelPages, paged_layers: Sequence[int], others: Callable[[], dict[int, Any]], filled: bool = False) -> None:
+    def __init__(
+        self,
+        pages: ModelPages,
+        paged_layers: Sequence[int],
+        others: Callable[[], dict[int, Any]],
+        filled: bool = False,
+    ) -> None:
         """A cache over `pages`, for the layers of these numbers, which rise.
 
         others: makes the caches of the other layers, by number.
@@ -255,19 +292,26 @@ class PagedModelCache(Cache):
         self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
         self._others, rest = others, others()
         layers = sorted((*paged_layers, *rest))
-        super().__init__(layers=[rest[i] if i in rest else PagedLayer(self.state, i == self.first_layer) for i in layers])
+        super().__init__(
+            layers=[
+                rest[i] if i in rest else PagedLayer(self.state, i == self.first_layer)
+                for i in layers
+            ]
+        )
 
     def reset(self) -> None:
-        """Forget every token. The states of linear attention, whose shape is that of a batch, are made anew."""
+        """Forget every token. The states of linear attention, whose shape is that of a batch, are
+        made anew."""
         self.state.clear()
         for layer, states in self._others().items():
             self.layers[layer] = states
 
     def crop(self, tokens_to_remove: Any) -> None:
-        """Forget the last `-tokens_to_remove` positions of all layers, or of none. A positive number is the length to keep.
+        """Forget the last `-tokens_to_remove` positions of all layers, or of none. A positive
+        number is the length to keep.
 
-        Raises InvalidInput when a sliding window needs tokens that are gone. States of linear attention that cannot go back raise
-        transformers' own RuntimeError.
+        Raises InvalidInput when a sliding window needs tokens that are gone. States of linear
+        attention that cannot go back raise transformers' own RuntimeError.
         """
         left = self.state.left(tokens_to_remove)
         others: list[Any] = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
@@ -286,7 +330,8 @@ class PagedModelCache(Cache):
         return int(self.state.pages.sizes.length)
 
     def pages_of(self, layer: int) -> Any:
-        """The pages of the model's layer `layer`: `[P, page, Dc + Dr]`, or `[P, page, Hkv, D]` and `[P, page, Hkv, Dv]`."""
+        """The pages of the model's layer `layer`: `[P, page, Dc + Dr]`, or `[P, page, Hkv, D]` and
+        `[P, page, Hkv, Dv]`."""
         pages = self.state.pages.layers[self.numbers[layer]]
         return pages if len(pages) > 1 else pages[0]
 
@@ -297,37 +342,73 @@ class PagedModelCache(Cache):
 
     def view(self, layer: int, start: Tensor, count: int, heads: int) -> View:
         """The part of `layer` in the step of the forward that it runs in, see `step_of`."""
-        step, pages, number = self.step_of(layer, start, count, heads), self.state.pages, self.numbers[layer]
+        step, pages, number = (
+            self.step_of(layer, start, count, heads),
+            self.state.pages,
+            self.numbers[layer],
+        )
         table = pages.table_of[number]
-        batch, past, one_launch = step.batch.of(table), step.past[table], bool(step.one_launch) and step.one_launch[number]
-        return View(pages.layers[number], pages.windows[table], batch, past, step.fresh, one_launch=one_launch)
+        batch, past, one_launch = (
+            step.batch.of(table),
+            step.past[table],
+            bool(step.one_launch) and step.one_launch[number],
+        )
+        return View(
+            pages.layers[number],
+            pages.windows[table],
+            batch,
+            past,
+            step.fresh,
+            one_launch=one_launch,
+        )
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
-        """The step of the forward that `layer` runs in. The first layer makes it, and counts the new positions as seen.
+        """The step of the forward that `layer` runs in. The first layer makes it, and counts the
+        new positions as seen.
 
-        start: int64 `[B]`, the padding of each row. count: new positions of each row. heads: query heads of the layer.
-        Raises InvalidInput: an earlier layer has not run, or the step before this one ended in an error half way.
+        start: int64 `[B]`, the padding of each row. count: new positions of each row. heads: query
+        heads of the layer. Raises InvalidInput: an earlier layer has not run, or the step before
+        this one ended in an error half way.
         """
         if layer == self.first_layer:
             self.state.step = self._begin(start, count, heads)
         if self.state.step is None:
-            fail(InvalidInput, "layer_idx", layer, f"layer {self.first_layer} before it: the first layer begins a step of this cache")
+            fail(
+                InvalidInput,
+                "layer_idx",
+                layer,
+                f"layer {self.first_layer} before it: the first layer begins a step of this cache",
+            )
         return self.state.step
 
     def wrote(self, layer: int) -> None:
-        """Note that `layer` has written its part of the step. With the last layer's part the step is whole."""
+        """Note that `layer` has written its part of the step. With the last layer's part the step
+        is whole."""
         if layer == self.last_layer:
             self.state.step, self.state.unfinished = None, 0
 
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
         state, unfinished = self.state, self.state.unfinished
         got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
-        need(not unfinished, cache_names.NAME, got, f"reset(), or crop(-{unfinished}), before it is used again")
+        need(
+            not unfinished,
+            cache_names.NAME,
+            got,
+            f"reset(), or crop(-{unfinished}), before it is used again",
+        )
         state.use()
-        pages, real, fresh, before = state.pages, state.real, not state.filled, state.pages.seen - start
+        pages, real, fresh, before = (
+            state.pages,
+            state.real,
+            not state.filled,
+            state.pages.seen - start,
+        )
         batch = described(pages, before, real, count, heads)
         long = not fresh and count > pages.sizes.drafts
-        past = tuple(pages.past(before, table) if window and long else None for table, window in enumerate(pages.windows))
+        past = tuple(
+            pages.past(before, table) if window and long else None
+            for table, window in enumerate(pages.windows)
+        )
         # A run on fake tensors, as of `explain`, stores no token.
         if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
@@ -335,8 +416,11 @@ class PagedModelCache(Cache):
         return Step(batch, past, fresh, pages.one_launch() if count == 1 else ())
 
 
-def described(pages: ModelPages, before: Tensor, real: Tensor | None, count: int, heads: int) -> PagedBatch:
-    """The batch of a step of `count` tokens of each row, see `ModelPages.step`. real: bool `[B]`, is the row stored? None: all are."""
+def described(
+    pages: ModelPages, before: Tensor, real: Tensor | None, count: int, heads: int
+) -> PagedBatch:
+    """The batch of a step of `count` tokens of each row, see `ModelPages.step`. real: bool `[B]`,
+    is the row stored? None: all are."""
     rows, device = before.shape[0], before.device
     positions = (before[:, None] + torch.arange(count, device=device)).reshape(-1)
     if real is not None:
@@ -357,8 +441,8 @@ class PagedKeyCache(PagedModelCache):
 
 
 def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, Any]:
-    """New caches, by number, of the layers without pages: states of linear attention and convolutions, as transformers keeps them, and
-    nothing for a layer of experts alone.
+    """New caches, by number, of the layers without pages: states of linear attention and
+    convolutions, as transformers keeps them, and nothing for a layer of experts alone.
 
     Raises InvalidInput for a layer that keeps keys and values, which would need pages.
     """
@@ -370,10 +454,17 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
     for i in missing:
         own = made[i] if i < len(made) else None
         fits = has_states(own) or isinstance(own, _NOTHING)
-        need(fits, f"cache of layer {i}", type(own).__name__, "one of pages, or the states of linear attention")
+        need(
+            fits,
+            f"cache of layer {i}",
+            type(own).__name__,
+            "one of pages, or the states of linear attention",
+        )
     return {i: made[i] for i in missing}
 
 
 def has_states(layer: Any) -> bool:
     """Does a layer of a cache keep states of linear attention, and no keys?"""
-    return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
+    return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(
+        layer, CacheLayerMixin
+    )

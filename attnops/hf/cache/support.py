@@ -1,8 +1,9 @@
 """The models that `cache="paged"` serves, and the sizes of their pages.
 
-An MLA model (DeepSeek-V2 and its kin in transformers, from 5.15) compresses keys and values into a latent, hands that to the cache, and
-unfolds the latents that the cache returns in its method `expand_kv`. While a model is patched, a method of the instance lets latents for
-pages through, and hands all others on to the method of the class. All other models keep keys and values.
+An MLA model (DeepSeek-V2 and its kin in transformers, from 5.15) compresses keys and values into a
+latent, hands that to the cache, and unfolds the latents that the cache returns in its method
+`expand_kv`. While a model is patched, a method of the instance lets latents for pages through, and
+hands all others on to the method of the class. All other models keep keys and values.
 """
 
 from __future__ import annotations
@@ -31,26 +32,36 @@ from attnops.hf.private import PREPARE, changed
 from attnops.nn.absorb import absorbed_weights
 from attnops.ops.pages.plan import paged_layers
 
-# Of the largest number: how far two ways to unfold a latent may differ. Rounding of quantised weights is less, a mistake is more.
+# Of the largest number: how far two ways to unfold a latent may differ. Rounding of quantised
+# weights is less, a mistake is more.
 ROUNDING = 0.05
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "layer_idx")
 
 
 def phases(module: nn.Module, window: int | None) -> str:
-    """The ways in which a layer attends, for the report. window: of its pages, 0: none; None: it has no pages."""
+    """The ways in which a layer attends, for the report. window: of its pages, 0: none; None: it
+    has no pages."""
     latent = is_latent(module)
     if window is None:
         return "expanded in prefill and decode" if latent else ""
     if latent:
-        return f"prefill into an empty cache (more than {ABSORB_UP_TO} new token) expanded, decode and every later token absorbed"
+        return (
+            f"prefill into an empty cache (more than {ABSORB_UP_TO} new token) expanded, "
+            "decode and every later token absorbed"
+        )
     again = f"; pages behind the window of {window} are used again" if window else ""
-    return f"prefill into an empty cache (more than 1 new token) among its own tokens, decode and every later token over pages{again}"
+    return (
+        "prefill into an empty cache (more than 1 new token) among its own tokens, decode "
+        f"and every later token over pages{again}"
+    )
 
 
 def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.device, torch.dtype]:
-    """(device, dtype) of a module's computation. Weights that accelerate offloads are on meta until they are used.
+    """(device, dtype) of a module's computation. Weights that accelerate offloads are on meta until
+    they are used.
 
-    model: gives the dtype where all weights of the module are quantised, and the device where it has none.
+    model: gives the dtype where all weights of the module are quantised, and the device where it
+    has none.
     """
     parts = [part for part in (module, model) if part is not None]
     placed = next((p for part in parts for p in part.parameters()), None)
@@ -62,8 +73,13 @@ def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.devi
     device = torch.device("cpu") if placed is None else placed.device
     if device.type == "meta":
         hooks = (getattr(m, "_hf_hook", None) for m in module.modules())
-        runs_on = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), device)
-        device = torch.device("cuda", runs_on) if isinstance(runs_on, int) else torch.device(runs_on)
+        runs_on = next(
+            (d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None),
+            device,
+        )
+        device = (
+            torch.device("cuda", runs_on) if isinstance(runs_on, int) else torch.device(runs_on)
+        )
     return device, dtype
 
 
@@ -74,26 +90,41 @@ def refuse_unless(ok: object, why: str) -> None:
 
 
 def check_generate(owner: Any) -> None:
-    """Raise PatchError unless `generate()` of the model asks transformers' own method for its cache, with the arguments that are known."""
+    """Raise PatchError unless `generate()` of the model asks transformers' own method for its
+    cache, with the arguments that are known."""
     model, theirs = type(owner).__name__, getattr(GenerationMixin, PREPARE, None)
     why = changed(PREPARE)
     refuse_unless(not why, f"got {model}, for whose generate() it makes no cache: {why}")
     own = getattr(type(owner), PREPARE, None) is not theirs
-    refuse_unless(not own, f"got {model}, whose {PREPARE} is its own; want transformers', in whose place it makes the cache")
+    refuse_unless(
+        not own,
+        f"got {model}, whose {PREPARE} is its own; want transformers', in whose place it makes "
+        "the cache",
+    )
 
 
-def why_unsupported(owner: Any, found: Match, sites: Sequence[Site], latents: bool) -> Iterator[str]:
-    """Each reason against pages that is known before layers are looked at. Raises PatchError for a module of latents that differs.
+def why_unsupported(
+    owner: Any, found: Match, sites: Sequence[Site], latents: bool
+) -> Iterator[str]:
+    """Each reason against pages that is known before layers are looked at. Raises PatchError for a
+    module of latents that differs.
 
     sites: those that would have pages, of latents or of keys and values.
     """
     model = type(owner).__name__
     if moving := _first(sites, lambda site: site.usage and site.usage.moves):
-        yield f'got {model}, whose {moving} keeps keys in other layers of its cache than its own, as in a loop; want cache="hf"'
+        yield (
+            f"got {model}, whose {moving} keeps keys in other layers of its cache than its "
+            'own, as in a loop; want cache="hf"'
+        )
     if not latents:
         yield from _why_no_keys(owner, found, sites)
         return
-    others = [f"{site.path} ({type(site.module).__name__})" for site in sites if not is_latent(site.module)]
+    others = [
+        f"{site.path} ({type(site.module).__name__})"
+        for site in sites
+        if not is_latent(site.module)
+    ]
     if others:
         names = "\n  ".join(others[:8] + [f"and {len(others) - 8} more"] * (len(others) > 8))
         got = f"{model} has some with expand_kv, and others:\n  {names}"
@@ -109,12 +140,18 @@ def _why_no_keys(owner: Any, found: Match, sites: Sequence[Site]) -> Iterator[st
     served = [site for site in found.sites if site.reason is None]
     both = _first(served, lambda site: takes_cache(site.module, causal=False))
     if both and not sites:
-        two_ways = f"{both} may see tokens on both sides (is_causal is False), and pages are for causal attention"
+        two_ways = (
+            f"{both} may see tokens on both sides (is_causal is False), and pages are for "
+            "causal attention"
+        )
         yield f'got {model}, whose {two_ways}; want cache="hf"'
     if not sites:
         yield f"got {model}, no attention of which is handed a cache"
     if editor := _first(sites, lambda site: site.usage and site.usage.edits_cached):
-        edits = f"{editor} computes with all the keys that its cache returns, and pages return the new ones only"
+        edits = (
+            f"{editor} computes with all the keys that its cache returns, and pages return "
+            "the new ones only"
+        )
         yield f'got {model}, whose {edits}; want cache="hf"'
     if not getattr(owner, "_supports_default_dynamic_cache", lambda: True)():
         yield f'got {model}, which takes only a cache of its own class; want cache="hf"'
@@ -127,7 +164,7 @@ def _first(sites: Iterable[Site], holds: Callable[[Site], object]) -> str:
     return next((type(site.module).__name__ for site in sites if holds(site)), "")
 
 
-# Models of latents ----------------------------------------------------------------------------------------------------
+# Models of latents --------------------------------------------------------------------------------
 
 
 def is_latent(module: nn.Module) -> bool:
@@ -137,44 +174,59 @@ def is_latent(module: nn.Module) -> bool:
 
 def let_through(module: Any, kv_nope: Tensor, k_rot: Tensor) -> Any:
     """`expand_kv` of a patched module: latents of a PagedLatentCache stay as they are."""
-    return (kv_nope, k_rot) if kv_nope.dim() == 5 else type(module).expand_kv(module, kv_nope, k_rot)
+    return (
+        (kv_nope, k_rot) if kv_nope.dim() == 5 else type(module).expand_kv(module, kv_nope, k_rot)
+    )
 
 
 def check_module(path: str, module: Any) -> None:
     """Raise PatchError unless this MLA module unfolds latents as attnops does.
 
-    The check runs the module on random numbers, for there are many such classes: keys must be W_UK c and the rotated key, values W_UV c.
+    The check runs the module on random numbers, for there are many such classes: keys must be W_UK
+    c and the rotated key, values W_UV c.
     """
     name = f"{path} ({type(module).__name__})"
     missing = [part for part in (*_LATENT_SIZES, "kv_b_proj") if not hasattr(module, part)]
-    refuse_unless(not missing, f"got {name} without {', '.join(missing)}, want a module as DeepSeek-V3's")
+    refuse_unless(
+        not missing, f"got {name} without {', '.join(missing)}, want a module as DeepSeek-V3's"
+    )
     dims = dims_of(module)
     device, dtype = where(module)
     if device.type == "meta" or any(isinstance(p, FakeTensor) for p in module.parameters()):
         return
     some = torch.Generator().manual_seed(0)
-    latent, rotated = (torch.randn(1, 1, 3, n, generator=some).to(device, dtype) for n in (dims.latent, dims.rope))
+    latent, rotated = (
+        torch.randn(1, 1, 3, n, generator=some).to(device, dtype) for n in (dims.latent, dims.rope)
+    )
     try:
         with torch.no_grad():
             key, value = type(module).expand_kv(module, latent, rotated)
             w_uk, w_uv = absorbed_weights(module.kv_b_proj, dims.nope, dims.v, latent)
             c = latent[0].to(w_uk.dtype)
-            ours = torch.cat([c @ w_uk.mT, rotated[0].to(c.dtype).expand(w_uk.shape[0], -1, -1), c @ w_uv.mT], -1).double()
+            ours = torch.cat(
+                [c @ w_uk.mT, rotated[0].to(c.dtype).expand(w_uk.shape[0], -1, -1), c @ w_uv.mT], -1
+            ).double()
             want = torch.cat([key, value], -1)[0].double()
             same = bool((ours - want).abs().max() <= ROUNDING * want.abs().max())
     except (InvalidInput, RuntimeError, TypeError, ValueError) as error:
-        raise PatchError(f'patch: cache="paged" cannot absorb the projection of {name}: {error}') from error
-    refuse_unless(same, f"got {name}, whose expand_kv does more than unfold latents by its kv_b_proj")
+        raise PatchError(
+            f'patch: cache="paged" cannot absorb the projection of {name}: {error}'
+        ) from error
+    refuse_unless(
+        same, f"got {name}, whose expand_kv does more than unfold latents by its kv_b_proj"
+    )
 
 
-# The layers of a model -------------------------------------------------------------------------------------------------
+# The layers of a model ----------------------------------------------------------------------------
 
 
 def lists_of(owner: nn.Module, modules: Iterable[nn.Module]) -> dict[str, int]:
     """The lists of layers that hold these modules, by their paths: how many layers each has."""
     wanted = {id(module) for module in modules}
     paths = [path for path, module in owner.named_modules() if id(module) in wanted]
-    lists = [(path, each) for path, each in owner.named_modules() if isinstance(each, nn.ModuleList)]
+    lists = [
+        (path, each) for path, each in owner.named_modules() if isinstance(each, nn.ModuleList)
+    ]
     return {path: len(each) for path, each in lists if any(p.startswith(f"{path}.") for p in paths)}
 
 
@@ -187,34 +239,44 @@ def relisted(owner: nn.Module, lists: Mapping[str, int]) -> str:
     return ""
 
 
-# Models of keys and values --------------------------------------------------------------------------------------------
+# Models of keys and values ------------------------------------------------------------------------
 
 
 def takes_cache(module: Any, causal: bool) -> bool:
     """Does this attention module take a cache and know its layer number, and is it causal?
 
-    Those that see tokens on both sides are encoders, which make no use of their cache, and PaliGemma's, at the tokens of a prompt.
+    Those that see tokens on both sides are encoders, which make no use of their cache, and
+    PaliGemma's, at the tokens of a prompt.
     """
-    known = isinstance(getattr(module, "layer_idx", None), int) and cache_names.layer_takes_cache(type(module))
+    known = isinstance(getattr(module, "layer_idx", None), int) and cache_names.layer_takes_cache(
+        type(module)
+    )
     return known and (getattr(module, "is_causal", True) is not False) is causal
 
 
 def has_blocks(inputs: dict[str, Any]) -> bool:
     """Do the inputs of such a model give the kind of each token?"""
-    return any(name.endswith("token_type_ids") and value is not None for name, value in inputs.items())
+    return any(
+        name.endswith("token_type_ids") and value is not None for name, value in inputs.items()
+    )
 
 
 def refuse_blocks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of such a model. Raises InvalidInput: blocks over a cache of pages."""
     mixed = isinstance(cache_names.cache_in(kwargs), PagedKeyCache) and has_blocks(kwargs)
-    want = "none with a cache of pages, whose masks are causal: transformers' own cache for texts with images"
+    want = (
+        "none with a cache of pages, whose masks are causal: transformers' own cache for "
+        "texts with images"
+    )
     need(not mixed, "token_type_ids", f"a kind for each token of {type(model).__name__}", want)
 
 
 def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...]:
-    """For each of `layers` the tokens that a query sees, its own included; 0: all. They follow from transformers' own cache of the model.
+    """For each of `layers` the tokens that a query sees, its own included; 0: all. They follow from
+    transformers' own cache of the model.
 
-    Raises PatchError for keys that pages cannot hold: shared between layers, chunked, indexed, compressed.
+    Raises PatchError for keys that pages cannot hold: shared between layers, chunked, indexed,
+    compressed.
     """
     name, shared = type(owner).__name__, getattr(config, "num_kv_shared_layers", None)
     got = f"num_kv_shared_layers={shared} in {name}, whose layers read each other's keys"
@@ -222,38 +284,66 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
     made: list[Any] = DynamicCache(config=config).layers
     kinds = getattr(config, "layer_types", None) or ["chunked_attention"]
     chunked = getattr(config, "attention_chunk_size", None) and "chunked_attention" in kinds
-    refuse_unless(not chunked, f"got chunked attention in {name}; pages are read whole or through a sliding window")
+    refuse_unless(
+        not chunked,
+        f"got chunked attention in {name}; pages are read whole or through a sliding window",
+    )
     found = []
     for layer in layers:
         own = made[layer] if layer < len(made) else None
-        kind, got = type(own).__name__, f"layer {layer} ({type(own).__name__}) of {name}, which pages here cannot hold"
-        held = kind in ("DynamicLayer", "DynamicSlidingWindowLayer") and isinstance(own, CacheLayerMixin)
-        refuse_unless(held, f"got {got}; want plain keys and values, all or those of a sliding window")
-        found.append(int(getattr(own, "sliding_window", 0) or 0) if kind == "DynamicSlidingWindowLayer" else 0)
-    # Some models use the window for their caches only. The code of others asks for masks with a window, or passes it to attention.
-    files = {sys.modules[type(module).__module__] for module in owner.modules() if isinstance(module, PreTrainedModel)}
+        kind, got = (
+            type(own).__name__,
+            f"layer {layer} ({type(own).__name__}) of {name}, which pages here cannot hold",
+        )
+        held = kind in ("DynamicLayer", "DynamicSlidingWindowLayer") and isinstance(
+            own, CacheLayerMixin
+        )
+        refuse_unless(
+            held, f"got {got}; want plain keys and values, all or those of a sliding window"
+        )
+        found.append(
+            int(getattr(own, "sliding_window", 0) or 0)
+            if kind == "DynamicSlidingWindowLayer"
+            else 0
+        )
+    # Some models use the window for their caches only. The code of others asks for masks with a
+    # window, or passes it to attention.
+    files = {
+        sys.modules[type(module).__module__]
+        for module in owner.modules()
+        if isinstance(module, PreTrainedModel)
+    }
     words = ("create_sliding_window_causal_mask", "create_masks_for_generate", "sliding_window=")
-    slide = not any(found) or any(word in inspect.getsource(file) for file in files for word in words)
+    slide = not any(found) or any(
+        word in inspect.getsource(file) for file in files for word in words
+    )
     got = f"sliding_window={max(found)} in {name}, which sees every token of its prompt"
     refuse_unless(slide, f"got {got}; want a model whose masks slide as its cache does")
     return tuple(found)
 
 
-# The compiler's stance belongs to the process: two threads that set and restore it in turns would leave it set.
+# The compiler's stance belongs to the process: two threads that set and restore it in turns would
+# leave it set.
 _PROBING = threading.Lock()
 
 
 @torch.no_grad()
-def probe(owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype) -> tuple[Problem, ...]:
-    """The sizes of the keys and values of each module, given its window, from one step of one token over a cache of transformers' own.
+def probe(
+    owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype
+) -> tuple[Problem, ...]:
+    """The sizes of the keys and values of each module, given its window, from one step of one token
+    over a cache of transformers' own.
 
-    No attribute gives them for all models, nor for a model whose heads are spread over several GPUs.
-    Raises InvalidInput when a layer keeps no keys and values.
+    No attribute gives them for all models, nor for a model whose heads are spread over several
+    GPUs. Raises InvalidInput when a layer keeps no keys and values.
     """
     cache = DynamicCache(config=config)
     device = owner.get_input_embeddings().weight.device
-    token = torch.zeros((1, 1), dtype=torch.int64, device=torch.device("cpu") if device.type == "meta" else device)
-    # Eager, so that compiled code is not recompiled for this, and on this machine even where another is pretended.
+    token = torch.zeros(
+        (1, 1), dtype=torch.int64, device=torch.device("cpu") if device.type == "meta" else device
+    )
+    # Eager, so that compiled code is not recompiled for this, and on this machine even where
+    # another is pretended.
     with evaluating(owner), _PROBING, torch.compiler.set_stance("force_eager"), pretend(None):
         owner(input_ids=token, **cache_names.argument(owner, cache), use_cache=True)
     found = []
@@ -261,11 +351,25 @@ def probe(owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype
         kept: Any = cache.layers[module.layer_idx]
         key, value = getattr(kept, "keys", None), getattr(kept, "values", None)
         if key is None or value is None or key.dim() != 4 or value.dim() != 4:
-            fail(InvalidInput, f"cache of layer {module.layer_idx}", "no tensors", "keys [B, H, S, D] and values [B, H, S, Dv]")
-        heads = key.shape[1] * int(getattr(module, "num_key_value_groups", 0) or max(1, config.num_attention_heads // key.shape[1]))
-        capped = bool(getattr(module, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None))
+            fail(
+                InvalidInput,
+                f"cache of layer {module.layer_idx}",
+                "no tensors",
+                "keys [B, H, S, D] and values [B, H, S, Dv]",
+            )
+        heads = key.shape[1] * int(
+            getattr(module, "num_key_value_groups", 0)
+            or max(1, config.num_attention_heads // key.shape[1])
+        )
+        capped = bool(
+            getattr(module, "attn_logit_softcapping", None)
+            or getattr(config, "attn_logit_softcapping", None)
+        )
         sinks = getattr(module, "sinks", None)
-        dtype, seen = sinks.dtype if isinstance(sinks, Tensor) else None, (window - 1 if window else -1, -1)
+        dtype, seen = (
+            sinks.dtype if isinstance(sinks, Tensor) else None,
+            (window - 1 if window else -1, -1),
+        )
         sizes = heads, key.shape[1], key.shape[3], 0, like, value.shape[3]
         found.append(paged_layers(*sizes, window=seen, softcap=capped, sinks=dtype))
     return tuple(found)

@@ -16,7 +16,15 @@ STOCK = "aten"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def is_ours(op: str, policy: str, device: torch.device, dtype: torch.dtype, most: int | None, sizes: Sizes, asks: tuple[str, ...]) -> bool:
+def is_ours(
+    op: str,
+    policy: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    most: int | None,
+    sizes: Sizes,
+    asks: tuple[str, ...],
+) -> bool:
     """Is a kernel chosen that is not torch's own ops?
 
     Args:
@@ -32,8 +40,8 @@ def is_ours(op: str, policy: str, device: torch.device, dtype: torch.dtype, most
     return kernel is not None and kernel.name != STOCK
 
 
-# To build a Problem takes several times as long as to choose for one that `select` has seen. What is chosen is not kept here: a kernel
-# that failed to answer is asked again.
+# To build a Problem takes several times as long as to choose for one that `select` has seen. What
+# is chosen is not kept here: a kernel that failed to answer is asked again.
 @functools.lru_cache(maxsize=512)
 def _problem(
     target: Target | None,
@@ -47,4 +55,12 @@ def _problem(
     """The Problem of these calls. target: the one of `pretend`, which `Target.of` follows."""
     given: dict[str, int] = dict(sizes)
     tokens = Extent(1, most, 8)
-    return Problem.of(op, Target.of(device), dtype=dtype, kv_dtype=dtype, asks=frozenset(asks), tokens=tokens, **given)
+    return Problem.of(
+        op,
+        Target.of(device),
+        dtype=dtype,
+        kv_dtype=dtype,
+        asks=frozenset(asks),
+        tokens=tokens,
+        **given,
+    )

@@ -1,7 +1,8 @@
-"""The experts of transformers models through `attnops.ops.experts`: for few tokens on a GPU; transformers' own serve all other calls.
+"""The experts of transformers models through `attnops.ops.experts`: for few tokens on a GPU;
+transformers' own serve all other calls.
 
-transformers reads the name of an implementation from the config of a layer at every call. The name that `Experts` puts there holds the one
-before, which serves the calls that are left.
+transformers reads the name of an implementation from the config of a layer at every call. The name
+that `Experts` puts there holds the one before, which serves the calls that are left.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Gate:
     given: dict[str, Any]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A module keeps the name in its config, so a process that loads a copy of it needs the function behind the name.
+        # A module keeps the name in its config, so a process that loads a copy of it needs the
+        # function behind the name.
         vars(self).update(state)
         implementation(self.stock)
 
@@ -89,7 +91,8 @@ class Experts:
                 site.module.__dict__[_GATE] = site.found
 
     def undo(self) -> None:
-        """Give the modules back as they were. A config that was switched to something else since then is left at that."""
+        """Give the modules back as they were. A config that was switched to something else since
+        then is left at that."""
         for config, before in self._switched:
             if getattr(config, SWITCH) == PREFIX + before:
                 setattr(config, SWITCH, before)
@@ -110,14 +113,24 @@ class Experts:
                 taken[site.found.stock] += 1
         count = len(self.sites)
         lines = [
-            f"experts of {n} of {count} layers: up to {MOST_TOKENS} tokens on a GPU, without gradients; {stock!r} of transformers else"
+            (
+                f"experts of {n} of {count} layers: up to {MOST_TOKENS} tokens on a GPU, without "
+                f"gradients; {stock!r} of transformers else"
+            )
             for stock, n in taken.items()
         ]
-        return (*lines, *(f"experts of {n} of {count} layers are left as they are: {why}" for why, n in left.items()))
+        return (
+            *lines,
+            *(
+                f"experts of {n} of {count} layers are left as they are: {why}"
+                for why, n in left.items()
+            ),
+        )
 
 
 Serve = Callable[[Any, Tensor, Tensor, Tensor], Tensor | None]
-"""The result of a module's call, of its tokens, choices and their weights. None: transformers' own serves it."""
+"""The result of a module's call, of its tokens, choices and their weights. None: transformers' own
+serves it."""
 
 
 def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
@@ -128,7 +141,8 @@ def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | 
 
 
 def implementation(stock: str, prefix: str = PREFIX, serve: Serve = _served) -> str:
-    """The name under which transformers finds `serve`, with `stock` for the calls that are left; registered now if it was not."""
+    """The name under which transformers finds `serve`, with `stock` for the calls that are left;
+    registered now if it was not."""
     name = prefix + stock
     if name not in interface._global_mapping:
         interface.register(name, _function(interface._global_mapping.get(stock), serve))
@@ -136,13 +150,25 @@ def implementation(stock: str, prefix: str = PREFIX, serve: Serve = _served) -> 
 
 
 def _function(stock: Callable[..., Tensor] | None, serve: Serve) -> Callable[..., Tensor]:
-    def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (args or kwargs) and (out := serve(module, hidden_states, top_k_index, top_k_weights)) is not None:
+    def forward(
+        module: Any,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if (
+            not (args or kwargs)
+            and (out := serve(module, hidden_states, top_k_index, top_k_weights)) is not None
+        ):
             return out
         fixed = deterministic(active_policy())
         # One expert after the other: grouped products follow from the tokens of all rows.
         own = type(module).forward.__wrapped__ if stock is None or fixed else stock
-        result: Tensor = apart(own, module, hidden_states, top_k_index, top_k_weights, *args, **kwargs)
+        result: Tensor = apart(
+            own, module, hidden_states, top_k_index, top_k_weights, *args, **kwargs
+        )
         return result
 
     return forward
@@ -161,7 +187,9 @@ def biases_of(module: Any) -> tuple[Tensor | None, Tensor | None]:
 def weights_of(module: Any) -> tuple[Tensor, Tensor]:
     """(gate_up, down) of an experts module, as the op takes them."""
     gate_up, down = module.gate_up_proj, module.down_proj
-    return (gate_up.transpose(1, 2), down.transpose(1, 2)) if module.is_transposed else (gate_up, down)
+    return (
+        (gate_up.transpose(1, 2), down.transpose(1, 2)) if module.is_transposed else (gate_up, down)
+    )
 
 
 def _serves(module: Any, x: Tensor, index: Tensor, gate: Gate) -> bool:
@@ -170,21 +198,32 @@ def _serves(module: Any, x: Tensor, index: Tensor, gate: Gate) -> bool:
     # An adapter of LoRA puts its own tensors in the parameters' place for the time of a call.
     if torch.is_grad_enabled() or not (plain(weight) and plain(module.down_proj)) or x.dim() != 2:
         return False
-    if torch.is_autocast_enabled(x.device.type) or not x.dtype == weight.dtype == module.down_proj.dtype or x.device != weight.device:
+    if (
+        torch.is_autocast_enabled(x.device.type)
+        or not x.dtype == weight.dtype == module.down_proj.dtype
+        or x.device != weight.device
+    ):
         return False
     if x.shape[0] > MOST_TOKENS and not deterministic(policy):
         return False
     asks = (*gate.given, *(("gate_up_bias", "down_bias") if module.has_bias else ()))
     inner = weight.shape[2 if module.is_transposed else 1] // 2
-    sizes = ("in_features", x.shape[1]), ("out_features", inner), ("experts", weight.shape[0]), ("top_k", index.shape[1])
+    sizes = (
+        ("in_features", x.shape[1]),
+        ("out_features", inner),
+        ("experts", weight.shape[0]),
+        ("top_k", index.shape[1]),
+    )
     return bool(is_ours("experts", policy, x.device, x.dtype, MOST_TOKENS, sizes, asks))
 
 
 def plain(weight: Any) -> bool:
-    return type(weight) is nn.Parameter or (isinstance(weight, FakeTensor) and isinstance(weight, nn.Parameter))
+    return type(weight) is nn.Parameter or (
+        isinstance(weight, FakeTensor) and isinstance(weight, nn.Parameter)
+    )
 
 
-# Recognition ----------------------------------------------------------------------------------------------------------
+# Recognition --------------------------------------------------------------------------------------
 
 
 def sites(model: nn.Module) -> Iterator[Site]:
@@ -193,13 +232,21 @@ def sites(model: nn.Module) -> Iterator[Site]:
     for module in model.modules():
         if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
             yield Site(module, _against(module) or _gate(module, gates))
-        elif type(module).__name__.endswith("Experts") and any(p.dim() >= 3 for p in module.parameters(recurse=False)):
-            yield Site(module, f"{type(module).__name__} does not ask transformers' experts interface")
+        elif type(module).__name__.endswith("Experts") and any(
+            p.dim() >= 3 for p in module.parameters(recurse=False)
+        ):
+            yield Site(
+                module, f"{type(module).__name__} does not ask transformers' experts interface"
+            )
 
 
 def _against(module: Any) -> str:
-    """Why a module that asks the interface is left as it is, but for its activation; "" if it is not."""
-    stock, weights = getattr(module.config, SWITCH, None), [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")]
+    """Why a module that asks the interface is left as it is, but for its activation; "" if it is
+    not."""
+    stock, weights = (
+        getattr(module.config, SWITCH, None),
+        [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")],
+    )
     if interface is None or stock not in STOCK:
         return f"the implementation is {stock!r}"
     if not module.has_gate:
@@ -223,18 +270,26 @@ PROBE = 12.0
 
 def _gate(module: Any, known: dict[tuple[Any, ...], Gate | None]) -> Gate | str:
     """The gate of the module. known: those of modules like it."""
-    key = type(module), getattr(module.config, SWITCH), type(getattr(module, "act_fn", None)), _floats(module)
+    key = (
+        type(module),
+        getattr(module.config, SWITCH),
+        type(getattr(module, "act_fn", None)),
+        _floats(module),
+    )
     if key not in known:
         known[key] = gate_of(module)
     return known[key] or f"the activation of {type(module).__name__} is no activation of the op"
 
 
 def _floats(module: Any) -> tuple[float, ...]:
-    return tuple(sorted({value for value in vars(module).values() if type(value) is float and value > 0}))
+    return tuple(
+        sorted({value for value in vars(module).values() if type(value) is float and value > 0})
+    )
 
 
 def gate_of(module: Any) -> Gate | None:
-    """The gate of an experts module, found by trying the module's own function on a few numbers; None: the op has no such activation."""
+    """The gate of an experts module, found by trying the module's own function on a few numbers;
+    None: the op has no such activation."""
     with alone():
         return _tried(module, getattr(module.config, SWITCH), _floats(module))
 
@@ -244,8 +299,12 @@ def _tried(module: Any, stock: str, floats: tuple[float, ...]) -> Gate | None:
     want = answer(module._apply_gate, y)
     if not isinstance(want, Tensor) or want.shape != (4, 12):
         return None
-    for activation, interleaved, limit, offset in itertools.product(GATES, (False, True), (0.0, *floats), (0.0, 1.0)):
-        like = changed(_PLAIN, activation=activation, interleaved=interleaved, limit=limit, offset=offset)
+    for activation, interleaved, limit, offset in itertools.product(
+        GATES, (False, True), (0.0, *floats), (0.0, 1.0)
+    ):
+        like = changed(
+            _PLAIN, activation=activation, interleaved=interleaved, limit=limit, offset=offset
+        )
         for alpha in (1.0, 1.702, *floats) if activation == "silu" else (1.0,):
             call = changed(like, alpha=alpha)
             if torch.allclose(gated(call, y, y.dtype), want, rtol=1e-5, atol=1e-5):

@@ -13,9 +13,11 @@ from attnops.adapters.replicas import place, take_back
 
 
 class Method:
-    """A function in place of a method of one model. It holds data only, so that a deep copy of the model has one of its own.
+    """A function in place of a method of one model. It holds data only, so that a deep copy of the
+    model has one of its own.
 
-    function: is called with this object before the method's arguments. None after `remove`: a wrapper around this object may still call it.
+    function: is called with this object before the method's arguments. None after `remove`: a
+    wrapper around this object may still call it.
     own: the instance's own method before, or None.
     """
 
@@ -27,8 +29,13 @@ class Method:
     @property
     def original(self) -> Callable[..., Any]:
         """The method that was there before."""
-        # A partial and not a bound method, which would be pickled as a name that the model's class does not have.
-        return functools.partial(getattr(type(self.owner), self.name), self.owner) if self.own is None else self.own
+        # A partial and not a bound method, which would be pickled as a name that the model's class
+        # does not have.
+        return (
+            functools.partial(getattr(type(self.owner), self.name), self.owner)
+            if self.own is None
+            else self.own
+        )
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -36,7 +43,11 @@ class Method:
         return inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs) if self.function is None else self.function(self, *args, **kwargs)
+        return (
+            self.original(*args, **kwargs)
+            if self.function is None
+            else self.function(self, *args, **kwargs)
+        )
 
     def remove(self) -> None:
         """Put the method from before back, unless another has replaced this one."""

@@ -1,8 +1,9 @@
-"""The routers of transformers models through `attnops.ops.route` where a kernel of attnops is chosen; all other calls are their own code's.
+"""The routers of transformers models through `attnops.ops.route` where a kernel of attnops is
+chosen; all other calls are their own code's.
 
-A router becomes an object of a subclass of its class. So hooks run as before, transformers finds the class whose outputs it records,
-compilers see a method, and layers can be traced alone, which a forward of the instance would prevent. A pass over graphs would leave out
-eager code.
+A router becomes an object of a subclass of its class. So hooks run as before, transformers finds
+the class whose outputs it records, compilers see a method, and layers can be traced alone, which a
+forward of the instance would prevent. A pass over graphs would leave out eager code.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class Rule:
 
     def logits(self, module: Any, x: Tensor) -> Tensor:
         """Those of tokens `[T, H]`."""
-        weight, added = getattr(module, self.weight), getattr(module, self.added) if self.added else None
+        weight, added = (
+            getattr(module, self.weight),
+            getattr(module, self.added) if self.added else None,
+        )
         if self.wide:
             x, weight, added = x.float(), weight.float(), None if added is None else added.float()
         return F.linear(x, weight, added)
@@ -89,10 +93,15 @@ class Routers:
     def __init__(self, model: nn.Module) -> None:
         self.sites = tuple(sites(model))
         found = ((site.module, site.found) for site in self.sites)
-        self._swaps = [Swap(module, served, attributes={_RULE: rule}) for module, rule in found if isinstance(rule, Rule)]
+        self._swaps = [
+            Swap(module, served, attributes={_RULE: rule})
+            for module, rule in found
+            if isinstance(rule, Rule)
+        ]
 
     def undo(self) -> None:
-        """Give the modules back as they were, see `Swap.undo`. One that keeps a class of its own runs its own code."""
+        """Give the modules back as they were, see `Swap.undo`. One that keeps a class of its own
+        runs its own code."""
         for swap in self._swaps:
             swap.undo()
             swap.target.__dict__.pop(_RULE, None)
@@ -101,8 +110,17 @@ class Routers:
         """Lines of a report; none for a model without routers."""
         left = Counter(site.found for site in self.sites if isinstance(site.found, str))
         count, taken = len(self.sites), len(self.sites) - left.total()
-        own = f"routers of {taken} of {count} layers: on a GPU, without gradients; transformers' own code else"
-        return (*((own,) if taken else ()), *(f"routers of {n} of {count} layers are left as they are: {why}" for why, n in left.items()))
+        own = (
+            f"routers of {taken} of {count} layers: on a GPU, without gradients; "
+            "transformers' own code else"
+        )
+        return (
+            *((own,) if taken else ()),
+            *(
+                f"routers of {n} of {count} layers are left as they are: {why}"
+                for why, n in left.items()
+            ),
+        )
 
 
 @functools.cache
@@ -116,7 +134,16 @@ def served(cls: Any) -> type:
         x = args[0].reshape(-1, args[0].shape[-1])
         bias = args[1] if rule.bias == HANDED else getattr(self, rule.bias) if rule.bias else None
         logits = apart(rule.logits, self, x)
-        return (logits, *route(logits, rule.top_k, bias, **rule.given, dtype=torch.float32 if rule.float32 else x.dtype))
+        return (
+            logits,
+            *route(
+                logits,
+                rule.top_k,
+                bias,
+                **rule.given,
+                dtype=torch.float32 if rule.float32 else x.dtype,
+            ),
+        )
 
     return subclass(cls, {"forward": forward}, (served, cls))
 
@@ -126,21 +153,41 @@ def _serves(module: Any, args: tuple[Any, ...], rule: Rule) -> bool:
     if len(args) != 1 + (rule.bias == HANDED):
         return False
     x, weight = args[0], getattr(module, rule.weight)
-    # An adapter of LoRA puts its own tensor in the parameter's place for the time of a call. Some routers add noise in training.
-    if torch.is_grad_enabled() or module.training or not plain(weight) or torch.is_autocast_enabled(x.device.type):
+    # An adapter of LoRA puts its own tensor in the parameter's place for the time of a call. Some
+    # routers add noise in training.
+    if (
+        torch.is_grad_enabled()
+        or module.training
+        or not plain(weight)
+        or torch.is_autocast_enabled(x.device.type)
+    ):
         return False
     if x.dtype != weight.dtype and not (rule.mixed and weight.dtype == torch.float32):
         return False
-    if (x.dim() != 2 and not rule.flattens) or x.device != weight.device or x.shape[-1] != weight.shape[1]:
+    if (
+        (x.dim() != 2 and not rule.flattens)
+        or x.device != weight.device
+        or x.shape[-1] != weight.shape[1]
+    ):
         return False
     if any(getattr(module, field, None) != value for field, value in rule.said):
         return False
     asks = (*rule.given, "bias") if rule.bias else tuple(rule.given)
     sizes = ("experts", weight.shape[0]), ("top_k", rule.top_k)
-    return bool(is_ours("route", active_policy(), x.device, torch.float32 if rule.wide else x.dtype, None, sizes, asks))
+    return bool(
+        is_ours(
+            "route",
+            active_policy(),
+            x.device,
+            torch.float32 if rule.wide else x.dtype,
+            None,
+            sizes,
+            asks,
+        )
+    )
 
 
-# Recognition ----------------------------------------------------------------------------------------------------------
+# Recognition --------------------------------------------------------------------------------------
 
 
 def sites(model: nn.Module) -> Iterator[Site]:
@@ -183,8 +230,17 @@ def _against(module: nn.Module) -> str:
 
 def _rule(module: nn.Module, known: dict[tuple[Any, ...], Rule | None]) -> Rule | str:
     """The rule of the module. known: those of modules like it."""
-    tensors = tuple((n, t.shape, t.dtype) for part in (module._parameters, module._buffers) for n, t in part.items() if t is not None)
-    plain_values = tuple((n, v) for n, v in vars(module).items() if type(v) in (bool, int, float, str, type(None)) and n != "training")
+    tensors = tuple(
+        (n, t.shape, t.dtype)
+        for part in (module._parameters, module._buffers)
+        for n, t in part.items()
+        if t is not None
+    )
+    plain_values = tuple(
+        (n, v)
+        for n, v in vars(module).items()
+        if type(v) in (bool, int, float, str, type(None)) and n != "training"
+    )
     key = type(module), tensors, plain_values
     if key not in known:
         # The number of a layer is another one in code that layers share.
@@ -195,7 +251,8 @@ def _rule(module: nn.Module, known: dict[tuple[Any, ...], Rule | None]) -> Rule 
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """The rule of a router, found by trying its own forward on a few tokens, in float32 and in bfloat16; None: the op has no such rule."""
+    """The rule of a router, found by trying its own forward on a few tokens, in float32 and in
+    bfloat16; None: the op has no such rule."""
     with alone():
         first = _Trial.of(module, torch.float32)
         if first is None or (found := _found(first)) is None:
@@ -210,7 +267,8 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 TOKENS = 64
 LOWEST = (-50.0, -8.0, -5.0)
-"""Of tokens whose logits are all four times that: sums of their sigmoids are 0, or as small as numbers added to them."""
+"""Of tokens whose logits are all four times that: sums of their sigmoids are 0, or as small as
+numbers added to them."""
 EPS = (0.0, 1e-20, 1e-12, 1e-6)
 
 
@@ -226,7 +284,9 @@ class _Trial:
     index: Tensor
 
     @classmethod
-    def of(cls, module: nn.Module, dtype: torch.dtype, tokens: torch.dtype | None = None) -> _Trial | None:
+    def of(
+        cls, module: nn.Module, dtype: torch.dtype, tokens: torch.dtype | None = None
+    ) -> _Trial | None:
         """None where the router has no such answers.
 
         dtype: of the parameters. tokens: that of the tokens; None: the same.
@@ -237,8 +297,14 @@ class _Trial:
             return torch.randn(shape, generator=source)
 
         twin: Any = object.__new__(type(module))
-        parameters = {n: p if p is None else random(*p.shape).to(dtype) / 4 for n, p in module._parameters.items()}
-        buffers = {n: b if b is None else (random(*b.shape) / 4).to(b.dtype) for n, b in module._buffers.items()}
+        parameters = {
+            n: p if p is None else random(*p.shape).to(dtype) / 4
+            for n, p in module._parameters.items()
+        }
+        buffers = {
+            n: b if b is None else (random(*b.shape) / 4).to(b.dtype)
+            for n, b in module._buffers.items()
+        }
         twin.__dict__.update(vars(module), training=False, _parameters=parameters, _buffers=buffers)
         [name] = _matrices(module)
         weight: Any = parameters[name]
@@ -260,28 +326,53 @@ class _Trial:
 
     def named(self, count: int) -> list[str]:
         """The twin's tensors of a number an expert."""
-        every = (*self.twin._parameters.items(), *self.twin._buffers.items(), (HANDED, vars(self.twin).get(HANDED)))
-        return [n for n, t in every if t is not None and t.shape == (count,) and t.is_floating_point()]
+        every = (
+            *self.twin._parameters.items(),
+            *self.twin._buffers.items(),
+            (HANDED, vars(self.twin).get(HANDED)),
+        )
+        return [
+            n for n, t in every if t is not None and t.shape == (count,) and t.is_floating_point()
+        ]
 
 
 def _seen(module: Any) -> dict[str, Any]:
     """The attributes and buffers of a module, and how often each tensor was written."""
-    return {n: (id(v), getattr(v, "_version", 0)) for n, v in (*vars(module).items(), *module._buffers.items())}
+    return {
+        n: (id(v), getattr(v, "_version", 0))
+        for n, v in (*vars(module).items(), *module._buffers.items())
+    }
 
 
 def _required(cls: Any) -> list[str]:
     """The arguments that a call of its forward must give."""
-    return [n for n, p in inspect.signature(cls.forward).parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [
+        n
+        for n, p in inspect.signature(cls.forward).parameters.items()
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
 
 
 def _answers(module: nn.Module, twin: Any, x: Tensor) -> tuple[Tensor, ...] | None:
     """(logits, weights, index), each `[T, ...]`, or None."""
-    out = answer(type(module).forward, twin, x, *([vars(twin)[HANDED]] if HANDED in vars(twin) else []))
-    if not (isinstance(out, tuple) and len(out) == 3 and all(isinstance(t, Tensor) and t.dim() == 2 for t in out)):
+    out = answer(
+        type(module).forward, twin, x, *([vars(twin)[HANDED]] if HANDED in vars(twin) else [])
+    )
+    if not (
+        isinstance(out, tuple)
+        and len(out) == 3
+        and all(isinstance(t, Tensor) and t.dim() == 2 for t in out)
+    ):
         return None
     logits, weights, index = out
-    fits = weights.shape == index.shape and logits.shape[0] == index.shape[0] == x.shape[-2] and 1 <= index.shape[1] <= logits.shape[1]
-    kinds = logits.is_floating_point() and weights.is_floating_point() and index.dtype == torch.int64
+    fits = (
+        weights.shape == index.shape
+        and logits.shape[0] == index.shape[0] == x.shape[-2]
+        and 1 <= index.shape[1] <= logits.shape[1]
+    )
+    kinds = (
+        logits.is_floating_point() and weights.is_floating_point() and index.dtype == torch.int64
+    )
     return out if fits and kinds else None
 
 

@@ -12,13 +12,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within the block tensors are made on the CPU, without gradients, and no mode from around is in force, as of fake tensors."""
+    """Within the block tensors are made on the CPU, without gradients, and no mode from around is
+    in force, as of fake tensors."""
     with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
         yield
 
 
 def answer(call: Callable[..., Any], *args: Any) -> Any:
-    """What it gives, or None where it raises: a class may raise anything at inputs or at a config that it does not like."""
+    """What it gives, or None where it raises: a class may raise anything at inputs or at a config
+    that it does not like."""
     try:
         return call(*args)
     except Exception:

@@ -11,22 +11,38 @@ from torch.nn.modules import module as of_modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-# The getters behind torch.backends, torch.use_deterministic_algorithms and the like; not every torch
-# has all of them.
+# The getters behind torch.backends, torch.use_deterministic_algorithms and the like; not every
+# torch has all of them.
 _FLAGS = (
-    "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only",
-    "_get_deterministic_fill_uninitialized_memory", "_get_float32_matmul_precision",
-    "_get_cublas_allow_tf32", "_get_cublas_allow_fp16_reduced_precision_reduction",
-    "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
-    "_get_cudnn_allow_tf32", "_get_cudnn_enabled", "_get_cudnn_deterministic",
-    "_get_cudnn_benchmark", "_get_mkldnn_enabled", "_get_mkldnn_deterministic",
-    "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled",
-    "_get_math_sdp_allow_fp16_bf16_reduction", "_get_cudnn_sdp_enabled",
-)  # fmt: skip
+    "_get_deterministic_algorithms",
+    "_get_deterministic_algorithms_warn_only",
+    "_get_deterministic_fill_uninitialized_memory",
+    "_get_float32_matmul_precision",
+    "_get_cublas_allow_tf32",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cudnn_allow_tf32",
+    "_get_cudnn_enabled",
+    "_get_cudnn_deterministic",
+    "_get_cudnn_benchmark",
+    "_get_mkldnn_enabled",
+    "_get_mkldnn_deterministic",
+    "_get_flash_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_cudnn_sdp_enabled",
+)
 _PRECISIONS = (
-    ("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "all"),
-    ("mkldnn", "matmul"), ("mkldnn", "conv"),
-)  # fmt: skip
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+)
 
 
 def _getters() -> Iterable[Callable[[], Any]]:
@@ -39,7 +55,8 @@ _GETTERS = tuple(_getters())
 
 
 def flags() -> tuple[Any, ...]:
-    """torch's flags that change what an operation computes: determinism, TF32, reduced precision."""
+    """torch's flags that change what an operation computes: determinism, TF32, reduced
+    precision."""
     return (torch.get_default_dtype(), *[_read(get) for get in _GETTERS])
 
 

@@ -20,12 +20,21 @@ from attnops.hf.steps.compiled_layers import logits_of, starts
 
 Kind = Literal["one row", "more rows", "prompt"]
 
-# Arguments of generate() at a step of one token. Masks are known, the last four have one meaning for one token, and tokenizers are for
-# stopping criteria, though transformers hands them on to the model.
+# Arguments of generate() at a step of one token. Masks are known, the last four have one meaning
+# for one token, and tokenizers are for stopping criteria, though transformers hands them on to the
+# model.
 KNOWN = (
-    "input_ids", "position_ids", cache_names.NAME, "attention_mask", "tokenizer", "assistant_tokenizer", "use_cache",
-    "return_dict", "logits_to_keep", "cache_position",
-)  # fmt: skip
+    "input_ids",
+    "position_ids",
+    cache_names.NAME,
+    "attention_mask",
+    "tokenizer",
+    "assistant_tokenizer",
+    "use_cache",
+    "return_dict",
+    "logits_to_keep",
+    "cache_position",
+)
 
 
 def state_of(cache: Any) -> State:
@@ -35,7 +44,8 @@ def state_of(cache: Any) -> State:
 
 
 def modes_now() -> tuple[Any, ...]:
-    """What is looked at before every step. No name of a function mode: there is none in nearly every call."""
+    """What is looked at before every step. No name of a function mode: there is none in nearly
+    every call."""
     return (*stale.in_force(), function_modes() if _len_torch_function_stack() else ())
 
 
@@ -62,27 +72,53 @@ def serves(given: dict[str, Any], cache: Any) -> bool:
     if not could_serve(given, cache) or not cache.state.whole:
         return False
     ids = given["input_ids"]
-    return ids.dtype == torch.int64 and are_positions(given.get("position_ids"), ids) and not more(given)
+    return (
+        ids.dtype == torch.int64
+        and are_positions(given.get("position_ids"), ids)
+        and not more(given)
+    )
 
 
 def more(given: dict[str, Any]) -> list[str]:
-    """The names of those arguments of the model by which it may return more than logits, or other ones."""
+    """The names of those arguments of the model by which it may return more than logits, or other
+    ones."""
     return [name for name, value in given.items() if name not in KNOWN and not is_nothing(value)]
 
 
 def state_of_step(input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> State:
-    """The state of the cache that a step is asked for with. Raises InvalidInput where it cannot be one."""
+    """The state of the cache that a step is asked for with. Raises InvalidInput where it cannot be
+    one."""
     state, most = state_of(cache), cache.max_batch
-    if not is_one_token(input_ids) or not 1 <= input_ids.shape[0] <= most or input_ids.dtype != torch.int64:
-        fail(InvalidInput, "input_ids", shown(input_ids), f"int64 [B, 1] with B of at most {most}, the rows of the cache")
+    if (
+        not is_one_token(input_ids)
+        or not 1 <= input_ids.shape[0] <= most
+        or input_ids.dtype != torch.int64
+    ):
+        fail(
+            InvalidInput,
+            "input_ids",
+            shown(input_ids),
+            f"int64 [B, 1] with B of at most {most}, the rows of the cache",
+        )
     if not are_positions(position_ids, input_ids):
-        fail(InvalidInput, "position_ids", shown(position_ids), f"int64 [{input_ids.shape[0]}, 1], or None")
-    need(state.whole, cache_names.NAME, "empty or half written", "a cache with a prompt in it, whose last step was whole")
+        fail(
+            InvalidInput,
+            "position_ids",
+            shown(position_ids),
+            f"int64 [{input_ids.shape[0]}, 1], or None",
+        )
+    need(
+        state.whole,
+        cache_names.NAME,
+        "empty or half written",
+        "a cache with a prompt in it, whose last step was whole",
+    )
     return state
 
 
 def is_nothing(value: Any) -> bool:
-    """Does an argument ask for nothing? Of a text alone, transformers 5.24 hands a model of images an empty dict of what they encode to."""
+    """Does an argument ask for nothing? Of a text alone, transformers 5.24 hands a model of images
+    an empty dict of what they encode to."""
     return value is None or value is False or (isinstance(value, dict) and not value)
 
 
@@ -99,7 +135,11 @@ def shown(given: Any) -> str:
 
 
 def plain_step(
-    forward: Callable[..., Any], input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None, argument: str
+    forward: Callable[..., Any],
+    input_ids: Tensor,
+    cache: PagedModelCache,
+    position_ids: Tensor | None,
+    argument: str,
 ) -> Tensor:
     """The logits of a step by the model's own forward. argument: the name of the model's cache."""
     if position_ids is None:

@@ -1,4 +1,5 @@
-"""`Captures`: the graphs of a model by the state that it was captured in, and `Failures`: why some could not be made."""
+"""`Captures`: the graphs of a model by the state that it was captured in, and `Failures`: why some
+could not be made."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.steps.calls import Kind
 
 MOST = 64
-"""States whose graphs are kept, however small these are, and reasons: a model whose weights are replaced before every call has a new
-state each time."""
+"""States whose graphs are kept, however small these are, and reasons: a model whose weights are
+replaced before every call has a new state each time."""
 
 TRIES = 3
 """How often a capture is tried again after failures that say nothing of the model."""
@@ -47,7 +48,8 @@ class Over:
     """Graphs over one set of pages.
 
     cache: a cache of ours over the pages. mode: of the steps; "prompt": of chunks.
-    live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran, by bucket.
+    live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran,
+    by bucket.
     counted: buckets that `grew` has seen.
     """
 
@@ -170,7 +172,8 @@ class Captures:
 class Failed(NamedTuple):
     """A kind of step whose graphs cannot be made.
 
-    state: of the model, as a hash; None where the model itself cannot be looked at. kind: by its rows. mode: of the graphs.
+    state: of the model, as a hash; None where the model itself cannot be looked at. kind: by its
+    rows. mode: of the graphs.
     """
 
     state: int | None
@@ -185,7 +188,8 @@ class Failures(Generic[Key]):
     """Why graphs could not be made, by what they were of.
 
     lasting: reasons that stay until `clear`.
-    passing: of what the next `generate()` tries again, the number of failures since a success, and the reason.
+    passing: of what the next `generate()` tries again, the number of failures since a success, and
+    the reason.
     """
 
     def __init__(self) -> None:
@@ -217,7 +221,8 @@ class Failures(Generic[Key]):
 
 
 def remember(found: dict[Key, Value], key: Key, value: Value) -> Value:
-    """Add a value as the newest, and drop the oldest ones above MOST. attnops tries again what it dropped.
+    """Add a value as the newest, and drop the oldest ones above MOST. attnops tries again what it
+    dropped.
 
     Returns the value.
     """
@@ -231,9 +236,10 @@ def remember(found: dict[Key, Value], key: Key, value: Value) -> Value:
 def passing(error: BaseException) -> bool:
     """Does this failure of a capture say nothing of the model, so that a later capture may succeed?
 
-    So it is where memory was short, where CUDA had ended the capture before the error (a wait for the whole device in another thread does
-    that), and where a generator of random numbers was in another capture, or was left in one. A call that CUDA refuses because a
-    stream captures is the model's own where our capture was open (`NotCapturable`), and another's where none was.
+    So it is where memory was short, where CUDA had ended the capture before the error (a wait for
+    the whole device in another thread does that), and where a generator of random numbers was in
+    another capture, or was left in one. A call that CUDA refuses because a stream captures is the
+    model's own where our capture was open (`NotCapturable`), and another's where none was.
     """
     for each in chain_of(error):
         text = str(each).lower()

@@ -1,4 +1,5 @@
-"""Steps that talk to other processes, as those of a model whose plain weights are spread over ranks."""
+"""Steps that talk to other processes, as those of a model whose plain weights are spread over
+ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnops.core.errors import NotCapturable, fail
 from attnops.graphs.eager_capture import capture_mode
 
-_WHY = "its graphs are for the caller to ask for by decode=: one rank alone may fail to make them, and the others would wait for it"
+_WHY = (
+    "its graphs are for the caller to ask for by decode=: one rank alone may fail to make "
+    "them, and the others would wait for it"
+)
 
 
 class _Collectives(TorchDispatchMode):

@@ -1,4 +1,5 @@
-"""A decode step whose layers are compiled once a kind: each is given its own part of the step, in place of the cache of all layers."""
+"""A decode step whose layers are compiled once a kind: each is given its own part of the step, in
+place of the cache of all layers."""
 
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ _STOP = "attnops: rows that the step before did not have, or a cache that is ful
 
 
 def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> Callable[..., Any]:
-    """A decode step of the model, as `starts` and `forward` make it, that calls its layers through `regions`.
+    """A decode step of the model, as `starts` and `forward` make it, that calls its layers through
+    `regions`.
 
-    So are the modules beside the layers, such as a norm, and the tensor code that begins the step. Raises NotRegional when called.
+    So are the modules beside the layers, such as a norm, and the tensor code that begins the step.
+    Raises NotRegional when called.
     """
 
     def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
@@ -46,7 +49,13 @@ def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> 
     return step
 
 
-def logits_of(forward: Callable[..., Any], argument: str, input_ids: Tensor, position_ids: Tensor, cache: PagedModelCache) -> Tensor:
+def logits_of(
+    forward: Callable[..., Any],
+    argument: str,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    cache: PagedModelCache,
+) -> Tensor:
     """Of a step by a model's forward. argument: the name of the model's cache."""
     given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
     logits: Tensor = forward(**given, use_cache=True, return_dict=True).logits
@@ -58,9 +67,13 @@ def starts(pages: ModelPages, live: Tensor) -> tuple[Tensor, Tensor]:
 
     live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket.
     """
-    pad, real = pages.pad.narrow(0, 0, live.shape[0]), live != 0  # a slice may be shorter to torch 2.11
-    torch.ops.aten._assert_async.msg((~real | ((pad < EMPTY) & (pages.seen < pages.most))).all(), _STOP)
-    # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a length of 0.
+    # A slice may be shorter to torch 2.11
+    pad, real = pages.pad.narrow(0, 0, live.shape[0]), live != 0
+    torch.ops.aten._assert_async.msg(
+        (~real | ((pad < EMPTY) & (pages.seen < pages.most))).all(), _STOP
+    )
+    # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a
+    # length of 0.
     return torch.where(real, pad, pages.seen), real
 
 
@@ -74,7 +87,8 @@ def _begin(pages: ModelPages, live: Tensor, heads: int) -> tuple[Tensor, Tensor,
 
 @dataclass(frozen=True)
 class Here:
-    """A step under way in a thread, of `rows` rows of one token each, or packed: of `rows` tokens of a prompt in one row.
+    """A step under way in a thread, of `rows` rows of one token each, or packed: of `rows` tokens
+    of a prompt in one row.
 
     twins: of layers that have not changed since. batches: of the step, by page table.
     """
@@ -89,9 +103,11 @@ class Here:
 
     @contextmanager
     def calls(self, layers: Mapping[nn.Module, int], beside: Sequence[nn.Module]) -> Iterator[None]:
-        """Within the block, this thread's calls of these modules are those of the step. layers: with their numbers."""
+        """Within the block, this thread's calls of these modules are those of the step. layers:
+        with their numbers."""
         try:
-            # Attributes of the instances for the time of the step. Calls of other threads run as ever.
+            # Attributes of the instances for the time of the step. Calls of other threads run as
+            # ever.
             for layer, number in layers.items():
                 vars(layer)["forward"] = partial(self.layer, layer, number)
             for module in beside:
@@ -110,7 +126,11 @@ class Here:
         any_size.tables = tuple(varying(table[:rows], 0, 1) for table in pages.tables)
         given = any_size, live, pages.sizes.layers[0].q_heads
         state.start, state.before, batch = self.regions(_begin, rows, given, {})
-        state.step, state.filled, state.unfinished = Step(batch, (), False, pages.one_launch()), True, 1
+        state.step, state.filled, state.unfinished = (
+            Step(batch, (), False, pages.one_launch()),
+            True,
+            1,
+        )
 
     def layer(self, layer: Any, number: int, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward."""
@@ -122,12 +142,18 @@ class Here:
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
         if self.packed:
             self._let_vary(args, kwargs)
-        # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is faster have a trace of their own.
+        # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is
+        # faster have a trace of their own.
         twins = self.twins
         same = None if twins is None else twins.get(layer) or twin(layer)
         out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
         # A twin whose run set attributes is not the layer's any more.
-        if twins is not None and same is not None and layer not in twins and not write_back(layer, same[0]):
+        if (
+            twins is not None
+            and same is not None
+            and layer not in twins
+            and not write_back(layer, same[0])
+        ):
             twins[layer] = same
         cache.wrote(number)
         return out
@@ -141,15 +167,28 @@ class Here:
     def _view(self, number: int, mask: Any) -> View:
         cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
         assert step is not None
-        at, heads, window = cache.numbers[number], pages.sizes.layers[0].q_heads, cache.window_of(number)
+        at, heads, window = (
+            cache.numbers[number],
+            pages.sizes.layers[0].q_heads,
+            cache.window_of(number),
+        )
         table = pages.table_of[at]
         if table not in self.batches:
             self.batches[table] = _any_sizes(step.batch.of(table))
         own = tuple(varying(t.detach(), 0) for t in pages.layers[at])
-        # Sliding layers whose pages hold the whole text, or less, share code once their windows are compared.
+        # Sliding layers whose pages hold the whole text, or less, share code once their windows are
+        # compared.
         window = 0 if _within(mask, window) else window
         one_launch = not self.packed and step.one_launch[at]
-        return View(own, window, self.batches[table], fresh=step.fresh, heads=heads, packed=self.packed, one_launch=one_launch)
+        return View(
+            own,
+            window,
+            self.batches[table],
+            fresh=step.fresh,
+            heads=heads,
+            packed=self.packed,
+            one_launch=one_launch,
+        )
 
     def module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of a module beside the layers."""
@@ -158,16 +197,21 @@ class Here:
         return self.regions(module, self.rows, args, kwargs)
 
 
-def modules_of(model: nn.Module, cache: PagedModelCache) -> tuple[dict[nn.Module, int], list[nn.Module]]:
+def modules_of(
+    model: nn.Module, cache: PagedModelCache
+) -> tuple[dict[nn.Module, int], list[nn.Module]]:
     """(the repeated layers with pages and the number of each, modules beside them).
 
-    Raises NotRegional for pages of other modules, or of several in a layer, and for a module that is compiled or has a forward of its own.
+    Raises NotRegional for pages of other modules, or of several in a layer, and for a module that
+    is compiled or has a forward of its own.
     """
     found: dict[nn.Module, int] = {}
     parents: dict[nn.Module, None] = {}
     for name in repeated_blocks(model):
         block = model.get_submodule(name)
-        numbers = {n for part in block.modules() if (n := getattr(part, NUMBER, None)) in cache.numbers}
+        numbers = {
+            n for part in block.modules() if (n := getattr(part, NUMBER, None)) in cache.numbers
+        }
         if len(numbers) > 1:
             raise NotRegional(f"{name} holds several layers, {sorted(numbers)}")
         if numbers:
@@ -175,10 +219,18 @@ def modules_of(model: nn.Module, cache: PagedModelCache) -> tuple[dict[nn.Module
             parents[model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])] = None
     if missing := sorted(cache.numbers.keys() - set(found.values())):
         raise NotRegional(f"layers {missing} are in no list of layers of one class")
-    # torch's own are one kernel each, but for the product of the logits another kernel may be faster.
-    beside = [m for parent in parents for m in parent.children() if not type(m).__module__.startswith("torch.")]
+    # torch's own are one kernel each, but for the product of the logits another kernel may be
+    # faster.
+    beside = [
+        m
+        for parent in parents
+        for m in parent.children()
+        if not type(m).__module__.startswith("torch.")
+    ]
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    beside += [head] if isinstance(head, nn.Linear) and is_linear(head) and not is_replaced(head) else []
+    beside += (
+        [head] if isinstance(head, nn.Linear) and is_linear(head) and not is_replaced(head) else []
+    )
     own = [type(m).__name__ for m in (*found, *beside) if is_replaced(m)]
     if own:
         raise NotRegional(f"{own[0]} has a forward of its own instance, or is compiled")
@@ -195,5 +247,7 @@ def _any_sizes(batch: PagedBatch) -> PagedBatch:
     tensors = {f.name: x for f in fields(batch) if isinstance(x := getattr(batch, f.name), Tensor)}
     # Kernels look at the size of scratch.
     dims = {name: () if name == "workspace" else range(t.dim()) for name, t in tensors.items()}
-    changes: dict[str, Any] = {name: varying(t.detach(), *dims[name]) for name, t in tensors.items()}
+    changes: dict[str, Any] = {
+        name: varying(t.detach(), *dims[name]) for name, t in tensors.items()
+    }
     return replace(batch, others=(), **changes)

@@ -1,8 +1,9 @@
 """Decode steps of `generate()` in CUDA graphs: `patch(model, cache="paged", decode="piecewise")`.
 
-The graph holds the whole step, from the tokens to the logits: it computes positions in the pages, masks and lengths from the cache's own
-tensors. The arguments of a step are copied into the buffers of its bucket of rows. Padding rows, which fill a bucket, are rows of the
-cache without a request: they store no token, and stay unused.
+The graph holds the whole step, from the tokens to the logits: it computes positions in the pages,
+masks and lengths from the cache's own tensors. The arguments of a step are copied into the buffers
+of its bucket of rows. Padding rows, which fill a bucket, are rows of the cache without a request:
+they store no token, and stay unused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from attnops.hf import not_fast
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
-from attnops.hf.steps.calls import Kind, kind_of, modes_now, more, plain_step, positions, state_of, state_of_step
+from attnops.hf.steps.calls import (
+    Kind,
+    kind_of,
+    modes_now,
+    more,
+    plain_step,
+    positions,
+    state_of,
+    state_of_step,
+)
 from attnops.hf.steps.captures import Captures, Failed, Failures, Kept, Over, remember
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance
@@ -41,23 +51,35 @@ from attnops.lowering.fuse_norm_linear_pass import summary
 
 
 class Decoder:
-    """The graphs of one model, over each set of pages that a cache uses or that waits in the pool. A step waits for that of another thread.
+    """The graphs of one model, over each set of pages that a cache uses or that waits in the pool.
+    A step waits for that of another thread.
 
     forward: the model's own, which `decode=` replaced.
     make: returns a cache over given pages, which keep their tokens.
-    plain_steps: steps of `generate()` that ran without graphs, because they asked for more than logits or graphs could not be made.
+    plain_steps: steps of `generate()` that ran without graphs, because they asked for more than
+    logits or graphs could not be made.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
     prompts: the compiled layers of prompts. captures: all graphs.
-    products: the linears of compiled steps and the kernels of their calls, equal ones of all traces once.
-    failures: with mode "auto", why graphs of a kind of step cannot be made, until `Patched.release`.
-    look: the model may have changed: the next step looks at it. So it is after a call of the model's own layers, and at every prompt.
+    products: the linears of compiled steps and the kernels of their calls, equal ones of all traces
+    once.
+    failures: with mode "auto", why graphs of a kind of step cannot be made, until
+    `Patched.release`.
+    look: the model may have changed: the next step looks at it. So it is after a call of the
+    model's own layers, and at every prompt.
     aside: why the model's steps and prompts run without graphs; "" where they may have some.
     last_mode: of the last step.
-    turn: a thread's turn to capture and replay: there is one buffer set a set of pages, and one tracer.
+    turn: a thread's turn to capture and replay: there is one buffer set a set of pages, and one
+    tracer.
     anew: what had changed when steps were last captured anew, "" before that.
     """
 
-    def __init__(self, model: Any, how: Decode, forward: Callable[..., Any], make: Callable[[Any], PagedModelCache]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        how: Decode,
+        forward: Callable[..., Any],
+        make: Callable[[Any], PagedModelCache],
+    ) -> None:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failures = Failures[Failed]()
         self.regions: Regions | None = None
@@ -66,19 +88,25 @@ class Decoder:
         self._model, self._forward, self._make = model, forward, make
         self.captures = Captures(how.budget_bytes)
         self._kept = Kept({}, Counter())
-        # By the hash of a state, which may hold thousands of addresses. States whose graphs are freed for others in turn are compiled, too.
+        # By the hash of a state, which may hold thousands of addresses. States whose graphs are
+        # freed for others in turn are compiled, too.
         self._taken: dict[int, Counter[Kind]] = {}
         self._state: int | None = None  # the hash of the present state
         self._latest: weakref.ref[Over] | None = None
         self.last_mode = "hf"
-        self._looked: weakref.WeakSet[State] = weakref.WeakSet()  # caches that stepped since the weights were looked at
+        self._looked: weakref.WeakSet[State] = (
+            weakref.WeakSet()
+        )  # caches that stepped since the weights were looked at
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
         self._glance: Glance | None = None  # the model when it was looked at
         self.aside = self.anew = ""
-        # The attributes that steps were found to write, and why models without them, by a hash, have no graphs.
+        # The attributes that steps were found to write, and why models without them, by a hash,
+        # have no graphs.
         self._written: set[str] = set()
         self._effects: dict[int, str] = {}
-        self._without: weakref.WeakSet[State] = weakref.WeakSet()  # caches whose last prompt or step had no graphs
+        self._without: weakref.WeakSet[State] = (
+            weakref.WeakSet()
+        )  # caches whose last prompt or step had no graphs
         self._at_once, self._rows = False, 0  # rows of the last step
         self.turn = threading.RLock()
 
@@ -94,40 +122,61 @@ class Decoder:
         return None if over is None else over.graphed
 
     def _mode(self, rows: int) -> str:
-        """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked at."""
+        """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked
+        at."""
         if self.how.mode != "auto":
             return self.how.mode
-        # Compiled code rounds in other places, and under such a policy bits may not follow from the steps before.
-        due = self._kept.taken[kind_of(rows)] >= self.how.compile_after and not deterministic(active_policy())
+        # Compiled code rounds in other places, and under such a policy bits may not follow from the
+        # steps before.
+        due = self._kept.taken[kind_of(rows)] >= self.how.compile_after and not deterministic(
+            active_policy()
+        )
         modes = ("piecewise", "breakable") if self._at_once or due else ("breakable",)
-        return next((mode for mode in modes if self._kind(rows, mode) not in self.failures.lasting), "hf")
+        return next(
+            (mode for mode in modes if self._kind(rows, mode) not in self.failures.lasting), "hf"
+        )
 
     def _kind(self, rows: int, mode: str = "breakable") -> Failed:
         return Failed(self._state, kind_of(rows), mode)
 
     def notes(self) -> tuple[str, ...]:
-        """How prompts ran, the linears of compiled steps, and the kinds of steps without graphs, for the report."""
+        """How prompts ran, the linears of compiled steps, and the kinds of steps without graphs,
+        for the report."""
         aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
         anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
         failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failures.lasting.items())
-        return *self.prompts.notes(), *summary(self.products), *aside, *anew, *self.captures.notes(), *failed
+        return (
+            *self.prompts.notes(),
+            *summary(self.products),
+            *aside,
+            *anew,
+            *self.captures.notes(),
+            *failed,
+        )
 
     @property
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
-        kinds = [Failed(state, kind_of(self._rows), mode) for state in (None, self._state) for mode in ("piecewise", "breakable")]
+        kinds = [
+            Failed(state, kind_of(self._rows), mode)
+            for state in (None, self._state)
+            for mode in ("piecewise", "breakable")
+        ]
         reasons = dict.fromkeys(map(self.failures.why, kinds))
         return self.aside or "; ".join(filter(None, reasons))
 
     def why_not(self, rows: int) -> str:
-        """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be tried."""
+        """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be
+        tried."""
         if not self.failures.lasting and not self.aside:
             return ""
         with self.turn, suppress(InvalidInput):  # weights on meta: a model without a state
             self._see(modes_now())
         return self.aside or self.failures.lasting.get(self._kind(rows), "")
 
-    def step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None) -> Tensor:
+    def step(
+        self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Logits `[B, 1, V]` of one token more for each row. See `Patched.step`.
 
         cache: of this model, with a first step behind it, of as many rows.
@@ -135,28 +184,39 @@ class Decoder:
         state = state_of_step(input_ids, cache, position_ids)
         with self.turn:
             self._look(state)
-            if runs_hooks(self._model):  # which see calls of the model; those of its parts set steps aside
-                return plain_step(self._model, input_ids, cache, position_ids, argument_of(self._model))
+            if runs_hooks(
+                self._model
+            ):  # which see calls of the model; those of its parts set steps aside
+                return plain_step(
+                    self._model, input_ids, cache, position_ids, argument_of(self._model)
+                )
             if not self.aside:
                 try:
                     return self._replayed(input_ids, state, position_ids)
                 except SideEffect as error:
                     self._set_aside(error, state)
-            return plain_step(self._forward, input_ids, cache, position_ids, argument_of(self._model))
+            return plain_step(
+                self._forward, input_ids, cache, position_ids, argument_of(self._model)
+            )
 
     def _replayed(self, input_ids: Tensor, state: State, position_ids: Tensor | None) -> Tensor:
         with self._graphs_of(state, input_ids.shape[0]) as found:
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
                 position_ids = positions(state, live.shape[0])
-            logits: Tensor = found.graphed(input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache)
+            logits: Tensor = found.graphed(
+                input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache
+            )
             self._kept.taken[kind_of(input_ids.shape[0])] += 1
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
 
-    def try_step(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
-        """As `step`. None where the model's own forward is to run the step, and the cache is as before: the step is set `aside`, or, with
-        mode "auto", graphs cannot be made, and `failures` has the reason."""
+    def try_step(
+        self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None
+    ) -> Tensor | None:
+        """As `step`. None where the model's own forward is to run the step, and the cache is as
+        before: the step is set `aside`, or, with mode "auto", graphs cannot be made, and `failures`
+        has the reason."""
         with self.turn:
             if cache.state in self._without:
                 return None
@@ -164,12 +224,18 @@ class Decoder:
                 if self.how.mode == "auto":
                     return self._tried(input_ids, cache, position_ids)
                 self._look(cache.state)
-                return None if self._is_aside(cache.state) else self._replayed(input_ids, cache.state, position_ids)
+                return (
+                    None
+                    if self._is_aside(cache.state)
+                    else self._replayed(input_ids, cache.state, position_ids)
+                )
             except SideEffect as error:
                 self._set_aside(error, cache.state)
         return None
 
-    def _tried(self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> Tensor | None:
+    def _tried(
+        self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None
+    ) -> Tensor | None:
         rows = self._rows = input_ids.shape[0]
         while Failed(None, kind_of(rows), "breakable") not in self.failures.lasting:
             mode = "breakable"
@@ -192,7 +258,8 @@ class Decoder:
         return None
 
     def _noted(self, error: Exception, kind: Failed, state: State) -> bool:
-        """Note that a capture failed. Returns whether that costs the rest of this call its graphs, and no more."""
+        """Note that a capture failed. Returns whether that costs the rest of this call its graphs,
+        and no more."""
         self.forget(state.pages)
         loss = not_fast.COMPILED if kind.mode == "piecewise" else not_fast.GRAPHS
         if again := self.failures.note(kind, error):
@@ -201,13 +268,15 @@ class Decoder:
         return again
 
     def _is_aside(self, state: State) -> bool:
-        """Are the steps of this cache left to the model's own forward? It is not looked at again before its next prompt."""
+        """Are the steps of this cache left to the model's own forward? It is not looked at again
+        before its next prompt."""
         if self.aside:
             self._without.add(state)
         return bool(self.aside)
 
     def _set_aside(self, error: SideEffect, state: State) -> None:
-        """Run the model without graphs until it changes. Its steps have a side effect, which a replay would leave out."""
+        """Run the model without graphs until it changes. Its steps have a side effect, which a
+        replay would leave out."""
         self.forget(state.pages)
         glance = self._glance
         assert glance is not None
@@ -218,7 +287,8 @@ class Decoder:
         not_fast.warn(self._model, not_fast.GRAPHS, self.aside)
 
     def try_prompt(self, given: dict[str, Any]) -> Tensor | None:
-        """Logits `[B, 1, V]` of a prompt, by compiled layers. None where the model's own are to run it: `prompts` has the reason.
+        """Logits `[B, 1, V]` of a prompt, by compiled layers. None where the model's own are to run
+        it: `prompts` has the reason.
 
         given: the arguments of a call of the model, with a cache of ours.
         """
@@ -238,12 +308,15 @@ class Decoder:
                 return None
 
     def _why_own_layers(self, given: dict[str, Any], state: State) -> Iterator[str]:
-        """Each reason why the model's own layers run this prompt. The model is looked at where the first ones do not hold."""
+        """Each reason why the model's own layers run this prompt. The model is looked at where the
+        first ones do not hold."""
         if more(given):
             yield "it asks for more than logits"
         yield from self.prompts.why_not(given)
         lasting = self.failures.lasting
-        broken = any(kind.mode == "piecewise" and kind.state in (None, self._state) for kind in lasting)
+        broken = any(
+            kind.mode == "piecewise" and kind.state in (None, self._state) for kind in lasting
+        )
         if self.how.mode == "breakable" or broken or not (self.regions or self._at_once):
             yield "steps are not compiled"
         if self.how.mode == "auto" and not self._at_once:
@@ -258,7 +331,8 @@ class Decoder:
         yield from self._why_too_few(tokens)
 
     def _why_too_few(self, tokens: int) -> Iterator[str]:
-        """The reason against compiled layers of a prompt where too few tokens came before it. Its own are counted."""
+        """The reason against compiled layers of a prompt where too few tokens came before it. Its
+        own are counted."""
         most = 0 if self._at_once else PROMPT * self.how.compile_after
         if (before := self._kept.taken["prompt"]) < most:
             self._kept.taken["prompt"] += tokens
@@ -273,7 +347,8 @@ class Decoder:
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
-        """Capture every bucket up to the cache's rows now, of compiled steps with mode "auto", and compile the layers of prompts.
+        """Capture every bucket up to the cache's rows now, of compiled steps with mode "auto", and
+        compile the layers of prompts.
 
         The cache's tokens stay. Raises as `Graphed`.
         """
@@ -285,7 +360,11 @@ class Decoder:
         with self._graphs_of(state_of(cache), cache.max_batch) as found:
             one = found.live[:1]
             report = found.graphed.capture(
-                input_ids=one[:, None], position_ids=one[:, None], live=one, cache=found.cache, progress=progress
+                input_ids=one[:, None],
+                position_ids=one[:, None],
+                live=one,
+                cache=found.cache,
+                progress=progress,
             )
             if found.mode == "piecewise":
                 self.prompts.compile(found.cache)
@@ -369,7 +448,9 @@ class Decoder:
         self._look(state)
         mode, made = self._mode(rows), self._kept.over
         over, before = made.get((state.pages, mode)), (state.pages, "breakable")
-        waits = not self._at_once and any(n < self.how.compile_after for kind, n in self._kept.taken.items() if kind != "prompt")
+        waits = not self._at_once and any(
+            n < self.how.compile_after for kind, n in self._kept.taken.items() if kind != "prompt"
+        )
         if mode == "piecewise" and before in made and not waits:
             made.pop(before).graphed.free()
         if over is None:
@@ -379,6 +460,8 @@ class Decoder:
             regions = self.regions if mode == "piecewise" else None
             graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions)
             with ordinary():
-                live = torch.ones(cache.max_batch, dtype=torch.int64, device=state.pages.seen.device)
+                live = torch.ones(
+                    cache.max_batch, dtype=torch.int64, device=state.pages.seen.device
+                )
             over = made[state.pages, mode] = Over(cache, graphed, mode, live)
         return over

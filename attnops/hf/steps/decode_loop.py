@@ -1,7 +1,8 @@
 """`Loop`: in place of `_sample`, the loop of transformers' `generate()`, where a call is plain.
 
-A token costs two replays, of the step and of the tail. The tail writes the next step's input, and the host enqueues that step before it
-reads whether every row was finished: the device does not wait for the host. Of the one step too many the cache forgets its tokens.
+A token costs two replays, of the step and of the tail. The tail writes the next step's input, and
+the host enqueues that step before it reads whether every row was finished: the device does not wait
+for the host. Of the one step too many the cache forgets its tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ class Loop:
         if self._device is not None:
             self._device.release()
 
-    def kwargs(self, decoder: Callable[[], Decoder], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def kwargs(
+        self,
+        decoder: Callable[[], Decoder],
+        owner: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> dict[str, Any]:
         """The arguments with which `generate()` of the model runs in this loop, where it may.
 
         decoder: returns the graphs of the model's steps.
@@ -66,11 +73,25 @@ class Loop:
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
 
-        # transformers looks `_sample` up on the class, where a method of one model has no place. It hands its own no streamer.
+        # transformers looks `_sample` up on the class, where a method of one model has no place. It
+        # hands its own no streamer.
         def decode(
-            self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any
+            self: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
         ) -> Any:
-            asked = Asked(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+            asked = Asked(
+                self,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                model_kwargs,
+            )
             return sample(asked, decoder())
 
         return {**kwargs, "custom_generate": decode}
@@ -81,9 +102,14 @@ class Loop:
         _note(why)
         owner, ids, processors, criteria, config, streamer, given = asked
         return type(owner)._sample(
-            owner, ids, logits_processor=processors, stopping_criteria=criteria, generation_config=config, streamer=streamer,
+            owner,
+            ids,
+            logits_processor=processors,
+            stopping_criteria=criteria,
+            generation_config=config,
+            streamer=streamer,
             **given,
-        )  # fmt: skip
+        )
 
     def _run(self, asked: Asked, decoder: Decoder) -> Any:
         owner, ids, processors, _, config, _, given = asked
@@ -128,7 +154,9 @@ class Loop:
         self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
         tail.capture(self._device)
         if tail.reason:
-            not_fast.warn(asked.owner, not_fast.CHOICE, tail.reason, passing=bool(tail.failures.passing))
+            not_fast.warn(
+                asked.owner, not_fast.CHOICE, tail.reason, passing=bool(tail.failures.passing)
+            )
         return tail
 
     def _put_back(self, tail: Tail) -> None:
@@ -137,16 +165,23 @@ class Loop:
             tail.reset()
             return
         self._idle.append(tail)
-        while len(self._idle) > _MOST_SMALL or (len(self._idle) > _MOST and self.nbytes > _MOST_BYTES):
+        while len(self._idle) > _MOST_SMALL or (
+            len(self._idle) > _MOST and self.nbytes > _MOST_BYTES
+        ):
             self._idle.pop(0).reset()
 
 
 def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
-    """What transformers' `_sample` does and returns after the prompt. logits: `[B, 1, V]`, the prompt's last."""
+    """What transformers' `_sample` does and returns after the prompt. logits: `[B, 1, V]`, the
+    prompt's last."""
     streamer, cache, most = asked.streamer, cache_in(asked.given), asked.max_length
     heard = bool(asked.eos) or streamer is not None
     tail.begin(asked, heard)
-    steps, length, ahead = _Steps(asked.owner, decoder, tail, asked.given), asked.input_ids.shape[1] + 1, False
+    steps, length, ahead = (
+        _Steps(asked.owner, decoder, tail, asked.given),
+        asked.input_ids.shape[1] + 1,
+        False,
+    )
     try:
         with decoder.turn:
             tail.choose(logits)
@@ -168,17 +203,28 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
     if streamer is not None:
         streamer.end()
     sequences: Any = tail.tokens[:, :length].clone()
-    return GenerateDecoderOnlyOutput(sequences=sequences, **named(cache)) if asked.config.return_dict_in_generate else sequences
+    return (
+        GenerateDecoderOnlyOutput(sequences=sequences, **named(cache))
+        if asked.config.return_dict_in_generate
+        else sequences
+    )
 
 
 class _Steps:
-    """The steps of one call after its prompt, for the token in the tail: from graphs, or as transformers' loop runs them.
+    """The steps of one call after its prompt, for the token in the tail: from graphs, or as
+    transformers' loop runs them.
 
     given: the arguments of the model's first call.
     """
 
     def __init__(self, owner: Any, decoder: Decoder, tail: Tail, given: dict[str, Any]) -> None:
-        self._owner, self._decoder, self._tail, self._given, self._cache = owner, decoder, tail, given, cache_in(given)
+        self._owner, self._decoder, self._tail, self._given, self._cache = (
+            owner,
+            decoder,
+            tail,
+            given,
+            cache_in(given),
+        )
         self._running, state = running_generation(), self._cache.state
         # As for transformers' loop: the prompt's mask was checked, and only grows.
         checked = self._running is not None and self._running.checked is state.pages.pad
@@ -188,7 +234,11 @@ class _Steps:
     def next(self, length: int) -> Tensor:
         """Logits `[B, 1, V]` after a text of this length."""
         self._untold += 1
-        logits = self._decoder.try_step(self._tail.token, self._cache, self._tail.position) if self._served else None
+        logits = (
+            self._decoder.try_step(self._tail.token, self._cache, self._tail.position)
+            if self._served
+            else None
+        )
         if logits is None:
             return self._plain(length)
         if self._running is not None:
@@ -197,9 +247,13 @@ class _Steps:
 
     def _plain(self, length: int) -> Tensor:
         owner, seen = self._owner, CausalLMOutputWithPast(**named(self._cache))
-        self._given = given = owner._update_model_kwargs_for_generation(seen, self._given, num_new_tokens=self._untold)
+        self._given = given = owner._update_model_kwargs_for_generation(
+            seen, self._given, num_new_tokens=self._untold
+        )
         self._untold = 0
-        inputs = owner.prepare_inputs_for_generation(self._tail.tokens[:, :length], next_sequence_length=1, **given)
+        inputs = owner.prepare_inputs_for_generation(
+            self._tail.tokens[:, :length], next_sequence_length=1, **given
+        )
         logits: Tensor = owner(**inputs, return_dict=True).logits
         return logits
 

@@ -33,24 +33,54 @@ from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.numbers import Number, field_of, is_theirs
 from attnops.hf.steps.reasons import runs_hooks
 
-# Their results depend on the logits and the tokens so far, and on no Python number that changes from step to step.
-_PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor)
+# Their results depend on the logits and the tokens so far, and on no Python number that changes
+# from step to step.
+_PROCESSORS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+)
 # These count tokens too, by a Python number. See attnops.hf.steps.sampler_graph.Held.
 _HELD = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 # Methods that the loop calls, or whose work it does.
 FOLLOWED = (
-    "_sample", "_prefill", "_optimize_model_for_decode", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation",
-)  # fmt: skip
+    "_sample",
+    "_prefill",
+    "_optimize_model_for_decode",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+)
 # Arguments of generate() that a `custom_generate` is not given.
-_ARGUMENTS = ("custom_generate", "assistant_model", "assistant_tokenizer", "tokenizer", "synced_gpus")
+_ARGUMENTS = (
+    "custom_generate",
+    "assistant_model",
+    "assistant_tokenizer",
+    "tokenizer",
+    "synced_gpus",
+)
 COUNTS = ("num_beams", "num_beam_groups")
-"""Fields of a generation config by which transformers chooses another method than `_sample`, if they are above 1."""
+"""Fields of a generation config by which transformers chooses another method than `_sample`, if
+they are above 1."""
 CHOICES = (
-    "constraints", "force_words_ids", "penalty_alpha", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit", "dola_layers",
-)  # fmt: skip
+    "constraints",
+    "force_words_ids",
+    "penalty_alpha",
+    "use_mtp",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "dola_layers",
+)
 """Such fields that do so if they are set."""
-_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "is_assistant")
+_OUTPUTS = (
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "output_logits",
+    "is_assistant",
+)
 
 
 class Asked(NamedTuple):
@@ -70,7 +100,10 @@ class Asked(NamedTuple):
     @property
     def max_length(self) -> int:
         """The tokens of a text, prompt included, at which the loop stops."""
-        return min((int(each.max_length) for each in self.criteria if type(each) is MaxLengthCriteria), default=sys.maxsize)
+        return min(
+            (int(each.max_length) for each in self.criteria if type(each) is MaxLengthCriteria),
+            default=sys.maxsize,
+        )
 
     @property
     def eos(self) -> list[Tensor]:
@@ -85,7 +118,11 @@ def why_not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     yield from (f"{name}=" for name in _ARGUMENTS if kwargs.get(name) is not None)
     methods = (name for name in ("generate", *FOLLOWED) if not _is_stock(owner, name))
     yield from (f"{type(owner).__name__} has a {name} of its own" for name in methods)
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         yield "several processes may have to stop together"
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     yield from _why_another(kwargs, (config, getattr(owner, "generation_config", None)))
@@ -135,7 +172,9 @@ def _why_watched(owner: Any) -> Iterator[str]:
 def _why_unknown(asked: Asked) -> Iterator[str]:
     """Names code of the call's own: what is of no class of transformers' that is known."""
     lists, known = (asked.processors, asked.criteria), (LogitsProcessorList, StoppingCriteriaList)
-    unknown = [each for each in chain(*lists) if not _is_known(each)] + [each for each in lists if type(each) not in known]
+    unknown = [each for each in chain(*lists) if not _is_known(each)] + [
+        each for each in lists if type(each) not in known
+    ]
     yield from (f"{type(each).__name__} is code of its own" for each in unknown)
 
 
@@ -143,13 +182,22 @@ def _why_misplaced(asked: Asked, cache: PagedModelCache) -> Iterator[str]:
     """The reasons for which its tokens may have no place."""
     ids, config, most = asked.input_ids, asked.config, asked.max_length
     positions, mask = asked.given.get("position_ids"), asked.given.get("attention_mask")
-    if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.shape[:-1] != ids.shape[:1]:
+    if (
+        not isinstance(positions, Tensor)
+        or positions.dtype != torch.int64
+        or positions.shape[:-1] != ids.shape[:1]
+    ):
         yield "it has no positions for each row"
     pad = getattr(config, "_pad_token_tensor", None)
     if asked.eos and not (isinstance(pad, Tensor) and pad.dim() == 0):
         yield "a token ends rows and none pads them"
-    # Tokens of earlier turns may be in the mask and not in the text. transformers drops a mask without zeros, and keeps its length.
-    columns = max(ids.shape[-1], getattr(config, "_mask_length", 0), *(x.shape[-1] for x in (positions, mask) if isinstance(x, Tensor)))
+    # Tokens of earlier turns may be in the mask and not in the text. transformers drops a mask
+    # without zeros, and keeps its length.
+    columns = max(
+        ids.shape[-1],
+        getattr(config, "_mask_length", 0),
+        *(x.shape[-1] for x in (positions, mask) if isinstance(x, Tensor)),
+    )
     if columns + most - ids.shape[-1] > cache.max_length + 1:
         yield "its text may not fit the cache"
     limits = (getattr(each, "max_position_embeddings", None) for each in asked.criteria)
@@ -167,7 +215,9 @@ def fields(processors: Any, device: torch.device) -> tuple[Any, ...]:
     def of(processor: Any) -> tuple[Any, ...]:
         if type(processor) in _HELD:
             return (processor.eos_token_id.numel(),)
-        constants = {name: x.shape if isinstance(x, Tensor) else x for name, x in vars(processor).items()}
+        constants = {
+            name: x.shape if isinstance(x, Tensor) else x for name, x in vars(processor).items()
+        }
         if (name := field_of(processor, device)) is not None:
             constants[name] = Number
         return tuple(sorted(constants.items(), key=lambda field: field[0]))
@@ -176,11 +226,14 @@ def fields(processors: Any, device: torch.device) -> tuple[Any, ...]:
 
 
 def held(processor: Any) -> tuple[Tensor, int] | None:
-    """Of a processor that forbids tokens until a text has some length: the tokens, and the length."""
+    """Of a processor that forbids tokens until a text has some length: the tokens, and the
+    length."""
     if type(processor) is MinLengthLogitsProcessor:
         return processor.eos_token_id.reshape(-1), processor.min_length
     if type(processor) is MinNewTokensLengthLogitsProcessor:
-        return processor.eos_token_id.reshape(-1), processor.prompt_length_to_skip + processor.min_new_tokens
+        return processor.eos_token_id.reshape(
+            -1
+        ), processor.prompt_length_to_skip + processor.min_new_tokens
     return None
 
 
@@ -191,7 +244,8 @@ def _is_known(each: Any) -> bool:
 
 
 def _leaves_out(processor: Any, ids: Tensor) -> bool:
-    """Does a penalty not count each row's last token? transformers 5.23 leaves out the padding on the left."""
+    """Does a penalty not count each row's last token? transformers 5.23 leaves out the padding on
+    the left."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor) and ignored.shape == ids.shape[:1]:
         return not bool((ignored < ids.shape[-1]).all())

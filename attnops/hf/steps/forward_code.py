@@ -36,8 +36,14 @@ class Code:
     values: the contents of these functions, and of the globals that the files of models look up.
     """
 
-    def __init__(self, classes: Sequence[type], given: Sequence[types.FunctionType], modules: Iterable[nn.Module]) -> None:
-        """given: the functions that the model's attributes hold. modules: are compared elsewhere."""
+    def __init__(
+        self,
+        classes: Sequence[type],
+        given: Sequence[types.FunctionType],
+        modules: Iterable[nn.Module],
+    ) -> None:
+        """given: the functions that the model's attributes hold. modules: are compared
+        elsewhere."""
         self._of = _with_code(classes, given)
         self.values = Values(modules)
         self.places: dict[tuple[int, str], tuple[Holder, str, str]] = {}
@@ -91,7 +97,8 @@ class Code:
                     modules.append(value)
 
     def _place(self, holder: Holder, whose: str, name: str, follow: bool) -> Any:
-        """Take a name up. Returns its value. follow: its contents, too, where it is no function of a library."""
+        """Take a name up. Returns its value. follow: its contents, too, where it is no function of
+        a library."""
         value, key = holder[name], (id(holder), name)
         if key in self.places:
             return value
@@ -99,7 +106,9 @@ class Code:
         found, why = self._compared(value, follow)
         self.state.append(found)
         # Files of transformers keep nothing in such values that changes.
-        if why and not str(holder.get("__module__", holder.get("__name__"))).startswith("transformers."):
+        if why and not str(holder.get("__module__", holder.get("__name__"))).startswith(
+            "transformers."
+        ):
             self.unknown = self.unknown or f"{whose}.{name} holds {why}"
         if isinstance(value, _CODE):
             self.functions.append(Itself(value))
@@ -137,7 +146,8 @@ class Code:
         self.values.keep()
 
     def same(self) -> bool:
-        """Do all names have their values still, with their contents? Raises where one is gone or cannot be looked at.
+        """Do all names have their values still, with their contents? Raises where one is gone or
+        cannot be looked at.
 
         Not compared are the addresses of tensors among the contents.
         """
@@ -146,7 +156,9 @@ class Code:
     def holds(self, classes: Sequence[type], given: Sequence[types.FunctionType]) -> bool:
         """Would a new walk from these classes and functions find the same?"""
         try:
-            return not self.values.tensors and _with_code(classes, given) == self._of and self.same()
+            return (
+                not self.values.tensors and _with_code(classes, given) == self._of and self.same()
+            )
         except Exception:  # a name is gone, or a value cannot be compared
             return False
 
@@ -157,7 +169,8 @@ def _with_code(classes: Iterable[type], given: Iterable[types.FunctionType]) -> 
 
 @functools.lru_cache(2 * MOST_FUNCTIONS)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code looks up, each once. Code never changes, and most of a model's is looked at again."""
+    """The names that code looks up, each once. Code never changes, and most of a model's is looked
+    at again."""
     found = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

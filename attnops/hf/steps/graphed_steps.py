@@ -64,18 +64,28 @@ def graphed_steps(
         whole = Traced(how.inner, one_differs=True, passes=passes)
         capture = partial(Graphed, runner=PerLayer(regions, in_layers, whole))
     return capture(
-        step, Buckets(decode=decode_sizes(cache.max_batch)), tokens=(), requests=("input_ids", "position_ids", "live"),
-        state=cache.state.pages.counters, over_budget=how.over_budget, check_every=how.check_every,
+        step,
+        Buckets(decode=decode_sizes(cache.max_batch)),
+        tokens=(),
+        requests=("input_ids", "position_ids", "live"),
+        state=cache.state.pages.counters,
+        over_budget=how.over_budget,
+        check_every=how.check_every,
         **options_of(model, how),
-    )  # fmt: skip
+    )
 
 
 def options_of(model: Any, how: Decode) -> dict[str, Any]:
     """The arguments of `Graphed` that graphs of steps and of prompts share."""
     watch, draws = partial(watched, model), bool(drawing(model))
     return {
-        "batch": None, "returns": "requests", "graphs": how.graphs, "budget_bytes": how.budget_bytes, "watch": watch, "draws": draws,
-    }  # fmt: skip
+        "batch": None,
+        "returns": "requests",
+        "graphs": how.graphs,
+        "budget_bytes": how.budget_bytes,
+        "watch": watch,
+        "draws": draws,
+    }
 
 
 @contextmanager
@@ -89,7 +99,8 @@ def watched(model: Any) -> Iterator[None]:
 
 
 def against_graphs(model: Any, unknown: str) -> str:
-    """Why the model's steps and prompts may not be captured now; "" where they may be. unknown: see `Glance`."""
+    """Why the model's steps and prompts may not be captured now; "" where they may be. unknown: see
+    `Glance`."""
     if modes := function_modes():
         return f"the function mode {modes[0]} sees each operation of a step"
     if hooked := hooks_of_the_caller(model):

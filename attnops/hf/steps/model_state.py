@@ -21,24 +21,28 @@ _NOT_READ = INTERNAL | {HELD, "_is_hf_initialized"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 Layout = tuple[list[str], tuple[Getter, ...]]
-"""Of modules of one class that hold the same names: the attributes that are their own, and what gets those that `same` compares."""
+"""Of modules of one class that hold the same names: the attributes that are their own, and what
+gets those that `same` compares."""
 
 
 class Glance:
-    """A model as it is now. `same` says later, in far less time than a new one takes, whether the model has changed.
+    """A model as it is now. `same` says later, in far less time than a new one takes, whether the
+    model has changed.
 
     The state has of each module its identity, its hooks, its attributes (see `Values`) and the
     addresses of its tensors; the code that the model may run (see `Code`), torch's flags and its
     hooks for all modules. It holds the modules and their attributes, and no parameter.
 
     state: hashable; equal for models whose graphs may be exchanged.
-    code: hashable; compiled code for a model with another one is not used, for Dynamo does not guard on it: functions, methods, forwards
+    code: hashable; compiled code for a model with another one is not used, for Dynamo does not
+    guard on it: functions, methods, forwards
         of instances, and the contents of tuples.
     unknown: why the model cannot be compared, with the attribute's name; "" where it can.
     """
 
     def __init__(self, model: nn.Module, before: Glance | None = None) -> None:
-        """before: an earlier glance at the model; its walk over the code is kept where that has not changed.
+        """before: an earlier glance at the model; its walk over the code is kept where that has not
+        changed.
 
         Raises InvalidInput for a weight on meta.
         """
@@ -46,7 +50,8 @@ class Glance:
         self._modules = _modules(model)
         self._values = Values(self._modules)
         self.unknown = ""
-        # Of each module its number and the names of its part of the state; the code and torch's flags are those of -1.
+        # Of each module its number and the names of its part of the state; the code and torch's
+        # flags are those of -1.
         self._places: list[tuple[int, Sequence[str]]] = []
         self._found: list[Any] = []
         self._forwards: list[Any] = []
@@ -59,7 +64,12 @@ class Glance:
         self._places.append((-1, (*code, "torch's flags", "torch's global module hooks")))
         self._found += [*self._code.state, flags(), global_hooks()]
         self.state = tuple(self._found)
-        self.code = (*self._code.functions, *self._forwards, *self._values.unguarded, *self._code.values.unguarded)
+        self.code = (
+            *self._code.functions,
+            *self._forwards,
+            *self._values.unguarded,
+            *self._code.values.unguarded,
+        )
         self._prepare()
 
     def _walk(self, before: Glance | None) -> Code:
@@ -102,19 +112,25 @@ class Glance:
     def _names(self) -> list[str]:
         """Of each part of the state the attribute, from the model on, or the name in its code."""
         paths = {id(module): path for path, module in self._model.named_modules()}
-        paths = {number: paths.get(id(each), type(each).__name__) for number, each in enumerate(self._modules)}
+        paths = {
+            number: paths.get(id(each), type(each).__name__)
+            for number, each in enumerate(self._modules)
+        }
         places = [(number, name) for number, names in self._places for name in names]
         found = (".".join(filter(None, (paths.get(number), name))) for number, name in places)
         return [name or type(self._model).__name__ for name in found]
 
     def changed(self, later: Glance) -> str:
         """The name of what differs in a later glance at the model; "" where nothing does."""
-        before, after = (dict(zip(glance._names(), glance.state, strict=True)) for glance in (self, later))
+        before, after = (
+            dict(zip(glance._names(), glance.state, strict=True)) for glance in (self, later)
+        )
         names = dict.fromkeys((*before, *after))
         return next((name for name in names if before.get(name) != after.get(name)), "")
 
     def without(self, names: Collection[str]) -> int:
-        """A hash of the state, of these attributes only of their kind, or which function they are."""
+        """A hash of the state, of these attributes only of their kind, or which function they
+        are."""
         named = zip(self._names(), self.state, strict=True)
         return hash(tuple(_kind(value) if name in names else value for name, value in named))
 
@@ -148,14 +164,21 @@ class Glance:
     def _look(self) -> tuple[Any, ...]:
         found = [t for t in self._all_tensors() if t is not None]
         return (
-            list(map(Tensor.data_ptr, found)), [t.shape for t in found], list(map(Tensor.stride, found)), [t.dtype for t in found],
-            list(map(type, found)), list(map(type, self._modules)), _flat(self._inside), flags(),
+            list(map(Tensor.data_ptr, found)),
+            [t.shape for t in found],
+            list(map(Tensor.stride, found)),
+            [t.dtype for t in found],
+            list(map(type, found)),
+            list(map(type, self._modules)),
+            _flat(self._inside),
+            flags(),
             global_hooks(),
-        )  # fmt: skip
+        )
 
 
 def _kind(value: Any) -> Any:
-    """Of the state of an attribute: the class of its value, or the function that it is; None for a tensor."""
+    """Of the state of an attribute: the class of its value, or the function that it is; None for a
+    tensor."""
     while isinstance(value, tuple) and value:
         value = value[0]
     return value if isinstance(value, (type, Itself)) else None
@@ -173,7 +196,8 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _layout(kind: type, held: tuple[str, ...]) -> Layout:
-    """For a class of modules that hold these names. Sorted, for one may be taken away and set again."""
+    """For a class of modules that hold these names. Sorted, for one may be taken away and set
+    again."""
     unread = _NOT_READ.union(_UNREAD) if kind is nn.Linear else _NOT_READ
     names = sorted(name for name in held if name not in unread)
     return names, () if kind is nn.Linear and not names else (getter(["training", *names]),)

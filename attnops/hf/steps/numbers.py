@@ -88,7 +88,8 @@ def field_of(processor: Any, device: torch.device) -> str | None:
 
 
 def is_theirs(kind: type) -> bool:
-    """Was `__call__` of a processor defined in the file of its class? False where somebody has replaced it."""
+    """Was `__call__` of a processor defined in the file of its class? False where somebody has
+    replaced it."""
     code: Any = kind.__call__
     return getattr(code, "__globals__", None) is vars(sys.modules[kind.__module__])
 

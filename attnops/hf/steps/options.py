@@ -14,16 +14,24 @@ Mode = Literal["auto", "hf", "piecewise", "breakable"]
 
 @dataclass(frozen=True)
 class Decode:
-    """How decode steps of `generate()` run. Fields without a description are arguments of `attnops.graphs.piecewise`.
+    """How decode steps of `generate()` run. Fields without a description are arguments of
+    `attnops.graphs.piecewise`.
 
-    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which compiles on a GPU. "auto": without a GPU
-        as "hf"; else "breakable" for the first `compile_after` steps of a kind, which need no compiler, and then "piecewise". Steps of
-        one kind share compiled code: those of one row, and of more, with one policy and one adapter. Where graphs cannot be made, steps run
+    mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which
+    compiles on a GPU. "auto": without a GPU
+        as "hf"; else "breakable" for the first `compile_after` steps of a kind, which need no
+        compiler, and then "piecewise". Steps of
+        one kind share compiled code: those of one row, and of more, with one policy and one
+            adapter. Where graphs cannot be made, steps run
         without them, and `Patched.took` has the reason.
-    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same tokens. Mode "piecewise"
-        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()` does. Under a deterministic
-        policy neither happens by itself: steps of mode "auto" stay "breakable", and prompts run the model's own layers.
-    pack: of piecewise steps, pack the weights of linears that share an input, so that they are one matrix product, and call one kernel for
+    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same
+    tokens. Mode "piecewise"
+        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()`
+        does. Under a deterministic
+        policy neither happens by itself: steps of mode "auto" stay "breakable", and prompts run the
+            model's own layers.
+    pack: of piecewise steps, pack the weights of linears that share an input, so that they are one
+    matrix product, and call one kernel for
         a linear with its norm, activation and residual where it is faster (docs/linear.md).
     budget_bytes: the most memory of the graphs of steps and prompts. attnops frees for it those of
         the states of the model (adapters, policies, replaced weights) that were used least lately.
@@ -42,7 +50,17 @@ class Decode:
     graphs: Device | None = None
 
     def __post_init__(self) -> None:
-        need(self.mode in get_args(Mode), "decode", repr(self.mode), f"{' | '.join(map(repr, get_args(Mode)))}, or a Decode")
+        need(
+            self.mode in get_args(Mode),
+            "decode",
+            repr(self.mode),
+            f"{' | '.join(map(repr, get_args(Mode)))}, or a Decode",
+        )
         known = not isinstance(self.inner, str) or self.inner in INNER
         need(known, "decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
-        need(self.compile_after >= 0, "decode.compile_after", self.compile_after, "a number of steps >= 0")
+        need(
+            self.compile_after >= 0,
+            "decode.compile_after",
+            self.compile_after,
+            "a number of steps >= 0",
+        )

@@ -1,4 +1,5 @@
-"""Kernels of the first steps over new pages begin to be compiled before the model runs, while its first layers are on their way."""
+"""Kernels of the first steps over new pages begin to be compiled before the model runs, while its
+first layers are on their way."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ class _Layer(NamedTuple):
 
 
 def begin(pages: ModelPages, make: Callable[..., PagedModelCache], rows: int, prompt: int) -> None:
-    """Have kernels begin to build what a prompt of `prompt` tokens a row, and the decode steps after it, will wait for (`Kernel.ahead`).
+    """Have kernels begin to build what a prompt of `prompt` tokens a row, and the decode steps
+    after it, will wait for (`Kernel.ahead`).
 
-    Once for the pages, a number of rows, and a policy. make: returns a cache over given pages, with `filled=True` without a change to them.
+    Once for the pages, a number of rows, and a policy. make: returns a cache over given pages, with
+    `filled=True` without a change to them.
     """
     kind, sizes = (rows, prompt.bit_length(), active_policy()), pages.sizes
     if sizes.device.type == "cpu" or kind in pages.begun or over_latents(sizes.layers[0]):
@@ -41,7 +44,8 @@ def begin(pages: ModelPages, make: Callable[..., PagedModelCache], rows: int, pr
 
 
 def step(cache: PagedModelCache, rows: int, count: int) -> None:
-    """As `begin`, of the attention of one step of `count` tokens of each row. cache: of keys and values, for this call alone."""
+    """As `begin`, of the attention of one step of `count` tokens of each row. cache: of keys and
+    values, for this call alone."""
     pages, layers = cache.state.pages, dict[Problem, Any]()
     for layer, number in cache.numbers.items():
         layers.setdefault(pages.sizes.layers[number], layer)
@@ -51,8 +55,22 @@ def step(cache: PagedModelCache, rows: int, count: int) -> None:
     with torch.no_grad(), ahead():
         start = torch.zeros(rows, dtype=torch.int64, device=pages.sizes.device)
         for kind, layer in layers.items():
-            dims, rules = ((kind.q_heads, kind.head_dim), (kind.kv_heads, kind.head_dim), (kind.kv_heads, kind.v_head_dim)), kind.rules
-            q, k, v = (start.new_empty((rows, count, *dim), dtype=kind.dtype).transpose(1, 2) for dim in dims)
+            dims, rules = (
+                (
+                    (kind.q_heads, kind.head_dim),
+                    (kind.kv_heads, kind.head_dim),
+                    (kind.kv_heads, kind.v_head_dim),
+                ),
+                kind.rules,
+            )
+            q, k, v = (
+                start.new_empty((rows, count, *dim), dtype=kind.dtype).transpose(1, 2)
+                for dim in dims
+            )
             sinks = start.new_empty(kind.q_heads, dtype=rules.sinks_dtype) if rules.sinks else None
-            asked = Asked(_Layer(layer), Request(q, k[None], v[None], sinks=sinks, softcap=float(rules.softcap)), cache)
+            asked = Asked(
+                _Layer(layer),
+                Request(q, k[None], v[None], sinks=sinks, softcap=float(rules.softcap)),
+                cache,
+            )
             attend_keys(asked, Range(True, rules.window[0], start, start + count), dense, paged)

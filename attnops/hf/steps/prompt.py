@@ -1,8 +1,9 @@
 """Prompts over pages through layers that are compiled once for any number of tokens.
 
-The tokens of a batch are packed into one row, without padding, and taken in chunks of whole requests, or of parts of one long request. The
-first tokens of a request attend to each other; later chunks, and prompts that go on with a cache, attend over pages. Chunks of few tokens
-are captured: padding, which fills a bucket, is one request more, whose tokens are not stored.
+The tokens of a batch are packed into one row, without padding, and taken in chunks of whole
+requests, or of parts of one long request. The first tokens of a request attend to each other; later
+chunks, and prompts that go on with a cache, attend over pages. Chunks of few tokens are captured:
+padding, which fills a bucket, is one request more, whose tokens are not stored.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ CHUNK = 4096
 """The most tokens of a chunk, which bounds the memory of a long prompt."""
 
 CAPTURED = (64, *range(128, 2049, 128))
-"""Tokens of chunks in graphs. Longer chunks keep a GPU busy while the host calls their layers, of shorter ones the model's are as fast."""
+"""Tokens of chunks in graphs. Longer chunks keep a GPU busy while the host calls their layers, of
+shorter ones the model's are as fast."""
 
 CAPTURE_AFTER = 3
 """Chunks of a bucket that the model's own layers run before it is captured."""
@@ -50,12 +52,14 @@ PROMPT = 64
 # Tokens of a trial, which compiles layers ahead.
 _TRIAL = 256
 
-# Rotations whose angles follow from the longest position at hand: all tokens of a text must be in one call.
+# Rotations whose angles follow from the longest position at hand: all tokens of a text must be in
+# one call.
 _OF_LENGTH = ("dynamic", "longrope")
 
 
 class Part(NamedTuple):
-    """A chunk of the packed tokens. begin, end: of its tokens. counts, before: by request, its tokens here and those before them.
+    """A chunk of the packed tokens. begin, end: of its tokens. counts, before: by request, its
+    tokens here and those before them.
 
     ends: the requests that end here. last: the place of the last token of each in the chunk.
     """
@@ -87,7 +91,12 @@ def parts_of(counts: Sequence[int], before: Sequence[int], most: int) -> list[Pa
         for i in range(pieces):
             first, stop = n * i // pieces, n * (i + 1) // pieces
             size, end = stop - first, begin + stop - first
-            joins = found and pieces == 1 and end - found[-1].begin <= most and not _is_part(found[-1], counts)
+            joins = (
+                found
+                and pieces == 1
+                and end - found[-1].begin <= most
+                and not _is_part(found[-1], counts)
+            )
             if not joins:
                 found.append(Part(begin, begin, [0] * len(counts), list(before), [], []))
             part = found[-1]
@@ -104,9 +113,16 @@ def _is_part(part: Part, counts: Sequence[int]) -> bool:
 
 
 def is_prompt(given: dict[str, Any]) -> bool:
-    """Are these arguments of a model several tokens of each row, for a cache of ours, and no gradient?"""
+    """Are these arguments of a model several tokens of each row, for a cache of ours, and no
+    gradient?"""
     ids = given.get("input_ids")
-    tokens = isinstance(ids, Tensor) and ids.dim() == 2 and ids.dtype == torch.int64 and ids.shape[1] > 1 and not tracing(ids)
+    tokens = (
+        isinstance(ids, Tensor)
+        and ids.dim() == 2
+        and ids.dtype == torch.int64
+        and ids.shape[1] > 1
+        and not tracing(ids)
+    )
     return tokens and not torch.is_grad_enabled() and isinstance(cache_in(given), PagedModelCache)
 
 
@@ -115,10 +131,13 @@ class Prompts:
 
     forward: the model's own. regions: the compiled layers.
     failures: why there are no "layers", or no "graphs" of them.
-    why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these ran it, "compiled" or "captured".
+    why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these
+    ran it, "compiled" or "captured".
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool) -> None:
+    def __init__(
+        self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool
+    ) -> None:
         self._model, self._forward, self._inner = model, forward, inner
         self._passes = (merge_linears_pass,) if pack else ()
         self.why, self.took, self._ran = "", "", False
@@ -137,18 +156,29 @@ class Prompts:
         self._twins: dict[nn.Module, Twin] = {}
 
     def forget(self) -> None:
-        """Forget the compiled layers, and why there were none: the code of the model has changed."""
+        """Forget the compiled layers, and why there were none: the code of the model has
+        changed."""
         self.regions = None
         self.failures.lasting.pop("layers", None)
 
     @property
     def _uncaptured(self) -> str:
         """Why no chunk is captured."""
-        return "rotations depend on the length of the text" if self._of_length else self.failures.lasting.get("graphs", "")
+        return (
+            "rotations depend on the length of the text"
+            if self._of_length
+            else self.failures.lasting.get("graphs", "")
+        )
 
     def notes(self) -> tuple[str, ...]:
         """How the last prompt ran, for the report; no line before the first."""
-        ran = f"the model's own layers ({self.why})" if self.why else f"{self.took} layers" if self.took else ""
+        ran = (
+            f"the model's own layers ({self.why})"
+            if self.why
+            else f"{self.took} layers"
+            if self.took
+            else ""
+        )
         apart = f"; short ones are not captured: {self._uncaptured}" if self._uncaptured else ""
         return (f"the last prompt ran through {ran}{apart}",) if ran else ()
 
@@ -174,15 +204,21 @@ class Prompts:
             yield "more than the last logits are asked for"
 
     def run(self, given: dict[str, Any], graphs: Callable[[], Over]) -> Tensor | None:
-        """Logits `[B, 1, V]` of the last tokens. None, with the reason in `why`, where the model's own layers must run them; the cache is
-        as it was then, and where an error is raised.
+        """Logits `[B, 1, V]` of the last tokens. None, with the reason in `why`, where the model's
+        own layers must run them; the cache is as it was then, and where an error is raised.
 
-        graphs: returns the graphs over the pages. Raises InvalidInput: a mask that pages cannot follow.
+        graphs: returns the graphs over the pages. Raises InvalidInput: a mask that pages cannot
+        follow.
         """
         cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
         state, (rows, columns) = cache.state, ids.shape
-        start, (seen, *starts) = padding_of(given.get("attention_mask"), state.pages, rows, columns, fresh=not state.filled)
-        counts, before = [columns - max(s - seen, 0) for s in starts], [max(seen - s, 0) for s in starts]
+        start, (seen, *starts) = padding_of(
+            given.get("attention_mask"), state.pages, rows, columns, fresh=not state.filled
+        )
+        counts, before = (
+            [columns - max(s - seen, 0) for s in starts],
+            [max(seen - s, 0) for s in starts],
+        )
         self.why = _why_unpacked(counts, padded=positions is None and any(starts))
         if self.why:
             return None
@@ -228,27 +264,42 @@ class Prompts:
             self.failures.note("layers", error)
             return None
 
-    def _parts(self, parts: list[Part], over: list[Over | None], tokens: Tensor, cache: PagedModelCache) -> list[Tensor]:
+    def _parts(
+        self, parts: list[Part], over: list[Over | None], tokens: Tensor, cache: PagedModelCache
+    ) -> list[Tensor]:
         """The logits of each chunk. tokens: see `_unpadded`."""
         self.took, self._failed, pages = "compiled", False, cache.state.pages
         with ordinary(), uncached_casts():
-            # At once and before the first chunk: a copy from the host's own memory waits until the device is idle.
+            # At once and before the first chunk: a copy from the host's own memory waits until the
+            # device is idle.
             lists = [each for part in parts for each in part[2:]]
             sent = pages.upload([n for each in lists for n in each]).split(list(map(len, lists)))
             return [
-                self._part(part, graphs, sent[4 * i : 4 * i + 4], tokens[:, part.begin : part.end], cache)
+                self._part(
+                    part, graphs, sent[4 * i : 4 * i + 4], tokens[:, part.begin : part.end], cache
+                )
                 for i, (part, graphs) in enumerate(zip(parts, over, strict=True))
             ]
 
-    def _part(self, part: Part, over: Over | None, sent: Sequence[Tensor], chunk: Tensor, cache: PagedModelCache) -> Tensor:
-        """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or None.
+    def _part(
+        self,
+        part: Part,
+        over: Over | None,
+        sent: Sequence[Tensor],
+        chunk: Tensor,
+        cache: PagedModelCache,
+    ) -> Tensor:
+        """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or
+        None.
 
         sent: `part.counts`, `before`, `ends` and `last` on the device. chunk: of `_unpadded`.
         """
         (tokens, positions), (counts, before, ends, last) = chunk, sent
         if over is not None and not self._uncaptured and not self._failed:
             try:
-                logits: Tensor = over.graphed(tokens=tokens, positions=positions, counts=counts, cache=over.cache)
+                logits: Tensor = over.graphed(
+                    tokens=tokens, positions=positions, counts=counts, cache=over.cache
+                )
             except SideEffect:
                 raise
             except Exception as error:
@@ -260,30 +311,49 @@ class Prompts:
                 self.failures.done("graphs")
                 self.took = "captured"
                 return logits[ends]  # a copy: graphs write their memory again
-        # Compiled code is guarded on the place of a slice. Without a last token, the logits of some other one are dropped.
+        # Compiled code is guarded on the place of a slice. Without a last token, the logits of some
+        # other one are dropped.
         last = last if part.last else before.new_zeros(1)
-        return self.step(tokens.clone(), positions.clone(), counts, before, last, part.fresh, cache)[: len(part.last)]
+        return self.step(
+            tokens.clone(), positions.clone(), counts, before, last, part.fresh, cache
+        )[: len(part.last)]
 
     def step(
-        self, tokens: Tensor, positions: Tensor, counts: Tensor, before: Tensor, last: Tensor, fresh: bool, cache: PagedModelCache
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        counts: Tensor,
+        before: Tensor,
+        last: Tensor,
+        fresh: bool,
+        cache: PagedModelCache,
     ) -> Tensor:
-        """Logits `[N, 1, V]` after a chunk, of its tokens at `last` `[N]`. The cache does not count the tokens as seen.
+        """Logits `[N, 1, V]` after a chunk, of its tokens at `last` `[N]`. The cache does not count
+        the tokens as seen.
 
-        tokens, positions: int64 `[T]`. counts, before: int64 `[B]`, the tokens of each request, and those before them.
+        tokens, positions: int64 `[T]`. counts, before: int64 `[B]`, the tokens of each request, and
+        those before them.
         """
         state, total = cache.state, tokens.shape[0]
         self._layers = self._layers or modules_of(self._model, cache)[0]
         self.regions = self.regions or Regions(self._inner, self._passes)
-        here = Here(self.regions, cache, total, threading.get_ident(), packed=True, twins=self._twins)
+        here = Here(
+            self.regions, cache, total, threading.get_ident(), packed=True, twins=self._twins
+        )
         self.regions.begin()
         try:
             state.start = counts.new_zeros(1)
             state.step = Step(packed(state.pages, counts, before, total), (), fresh)
             with here.calls(self._layers, ()):
                 out = self._forward(
-                    input_ids=tokens[None], position_ids=positions[None], attention_mask=torch.ones_like(tokens[None]),
-                    **argument(self._model, cache), use_cache=True, return_dict=True, logits_to_keep=last,
-                )  # fmt: skip
+                    input_ids=tokens[None],
+                    position_ids=positions[None],
+                    attention_mask=torch.ones_like(tokens[None]),
+                    **argument(self._model, cache),
+                    use_cache=True,
+                    return_dict=True,
+                    logits_to_keep=last,
+                )
             logits: Tensor = out.logits[0][:, None]
             return logits
         finally:
@@ -303,14 +373,20 @@ class Prompts:
     def graphed(self, cache: PagedModelCache, options: dict[str, Any]) -> Graphed:
         """Graphs of first chunks, over a cache of ours. options: of `Graphed`."""
 
-        def step(tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache) -> Tensor:
+        def step(
+            tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache
+        ) -> Tensor:
             last = (counts.cumsum(0) - 1).clamp(min=0)
             return self.step(tokens, positions, counts, torch.zeros_like(counts), last, True, cache)
 
         return breakable(
-            step, Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"), tokens=("tokens", "positions"),
-            requests=("counts",), over_budget="drop", **options,
-        )  # fmt: skip
+            step,
+            Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"),
+            tokens=("tokens", "positions"),
+            requests=("counts",),
+            over_budget="drop",
+            **options,
+        )
 
 
 def _why_unpacked(counts: Sequence[int], padded: bool) -> str:
@@ -323,20 +399,25 @@ def _why_unpacked(counts: Sequence[int], padded: bool) -> str:
 
 
 def _unpadded(ids: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
-    """int64 `[2, T]`, the tokens of all rows without padding, one row after the other, and their positions.
+    """int64 `[2, T]`, the tokens of all rows without padding, one row after the other, and their
+    positions.
 
-    ids: `[B, S]`. positions: as large, or for all rows. counts: the last tokens of each row that are no padding.
+    ids: `[B, S]`. positions: as large, or for all rows. counts: the last tokens of each row that
+    are no padding.
     """
     rows, columns = ids.shape
     both = torch.stack([x.expand(rows, columns).reshape(-1) for x in (ids, positions)])
     if sum(counts) == both.shape[1]:
         return both
-    kept = [torch.arange((row + 1) * columns - n, (row + 1) * columns) for row, n in enumerate(counts)]
+    kept = [
+        torch.arange((row + 1) * columns - n, (row + 1) * columns) for row, n in enumerate(counts)
+    ]
     return both[:, torch.cat(kept).to(ids.device)]
 
 
 def packed(pages: ModelPages, counts: Tensor, before: Tensor, total: int) -> PagedBatch:
-    """The batch of `total` tokens: those of all requests, one after the other, and of one request more that is not stored.
+    """The batch of `total` tokens: those of all requests, one after the other, and of one request
+    more that is not stored.
 
     counts, before: int64 `[B]`, the new tokens of each request, and those in its pages.
     """
@@ -345,11 +426,21 @@ def packed(pages: ModelPages, counts: Tensor, before: Tensor, total: int) -> Pag
     real, row = owner < counts.shape[0], owner.clamp(max=counts.shape[0] - 1)
     own = torch.where(real, before[row] + at - (ends - counts)[row], -1)
     starts = pad(ends, (1, 0)).to(torch.int32)
-    batch = pages.describe(Tokens(own, row, starts, total), counts.shape[0], (before + counts).to(torch.int32))
+    batch = pages.describe(
+        Tokens(own, row, starts, total), counts.shape[0], (before + counts).to(torch.int32)
+    )
 
     def with_rest(each: PagedBatch) -> PagedBatch:
-        table, lengths = (torch.cat([x, torch.zeros_like(x[:1])]) for x in (each.page_table, each.seq_lens))
+        table, lengths = (
+            torch.cat([x, torch.zeros_like(x[:1])]) for x in (each.page_table, each.seq_lens)
+        )
         cu_seqlens_q = pad(starts, (0, 1), value=total)
-        return replace(each, page_table=table, seq_lens=lengths, cu_seqlens_q=cu_seqlens_q, others=tuple(map(with_rest, each.others)))
+        return replace(
+            each,
+            page_table=table,
+            seq_lens=lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            others=tuple(map(with_rest, each.others)),
+        )
 
     return with_rest(batch)

@@ -16,8 +16,8 @@ from attnops.hf.generation import running_generation
 from attnops.hf.models.methods import Method, is_compiled, is_replaced
 from attnops.hf.steps.around import global_hooks
 
-# Words in the names of fractions by which modules of transformers draw in training mode: attention_dropout, resid_pdrop, layerdrop,
-# router_jitter_noise.
+# Words in the names of fractions by which modules of transformers draw in training mode:
+# attention_dropout, resid_pdrop, layerdrop, router_jitter_noise.
 _DRAWN = ("drop", "jitter", "noise")
 # As PEFT does for prompts that are learnt.
 PREPARES = "prepare_inputs_for_generation was replaced, and may bring positions of its own"
@@ -27,7 +27,8 @@ HOOKED = "hooks of the caller on {} run at every step"
 
 
 def callers_choice(owner: Any, mask: str) -> str:
-    """Why the caller's changes to a model, or the masks asked for, leave no place for pages and graphs; "" where they do."""
+    """Why the caller's changes to a model, or the masks asked for, leave no place for pages and
+    graphs; "" where they do."""
     if mask == "additive":
         return "additive masks were asked for, and pages take none"
     if split := split_over(owner):
@@ -35,13 +36,20 @@ def callers_choice(owner: Any, mask: str) -> str:
     if is_replaced(owner):
         return REPLACED
     others = sorted({type(p).__name__ for p in owner.parameters()} - {"Parameter"})
-    return f"weights are {', '.join(others)}, whose products are not captured" if "DTensor" in others else ""
+    return (
+        f"weights are {', '.join(others)}, whose products are not captured"
+        if "DTensor" in others
+        else ""
+    )
 
 
 def split_over(owner: Any) -> str:
-    """The reason against graphs of a model on several devices, as accelerate splits it, with their names; "" for one device."""
+    """The reason against graphs of a model on several devices, as accelerate splits it, with their
+    names; "" for one device."""
     devices = sorted({str(p.device) for p in owner.parameters() if p.device.type != "meta"})
-    return f"the model is split over several devices: {', '.join(devices)}" if len(devices) > 1 else ""
+    return (
+        f"the model is split over several devices: {', '.join(devices)}" if len(devices) > 1 else ""
+    )
 
 
 class Reason(NamedTuple):
@@ -59,8 +67,10 @@ class Reason(NamedTuple):
 class Call(NamedTuple):
     """A call of `generate()`, as the model is asked for its cache.
 
-    owner: the model. config, mode, given: transformers' generation_config, generation_mode and model_kwargs.
-    elsewhere: an attention to which a layer was switched. blocks: may tokens of an image see each other both ways?
+    owner: the model. config, mode, given: transformers' generation_config, generation_mode and
+    model_kwargs.
+    elsewhere: an attention to which a layer was switched. blocks: may tokens of an image see each
+    other both ways?
     """
 
     owner: Any
@@ -113,11 +123,15 @@ def why_unpaged(call: Call) -> Iterator[Reason]:
     if prepares(call.owner):
         yield Reason(PREPARES, told=True)
     if by_row := hooked_by_row(call.owner):
-        yield Reason(f"hooks on {by_row} hand each row an argument of its own, as PEFT's adapter_names", told=True)
+        yield Reason(
+            f"hooks on {by_row} hand each row an argument of its own, as PEFT's adapter_names",
+            told=True,
+        )
 
 
 def why_unpaged_unasked(call: Call, forward: Method | None) -> Iterator[Reason]:
-    """Further reasons against pages that were not asked for: a call that they would not make faster, or might change.
+    """Further reasons against pages that were not asked for: a call that they would not make
+    faster, or might change.
 
     forward: the method by which graphs serve the model's steps, or None.
     """
@@ -141,42 +155,68 @@ def why_unpaged_unasked(call: Call, forward: Method | None) -> Iterator[Reason]:
 
 
 def refuse_given(call: Call, given: Any, sizes: tuple[int, int], graphed: bool) -> None:
-    """Raise InvalidInput unless `generate()` can go on with a cache of pages that the caller passed.
+    """Raise InvalidInput unless `generate()` can go on with a cache of pages that the caller
+    passed.
 
     sizes: the rows and the length that the call asks for. graphed: are graphs asked for?
     """
     kind, elsewhere = type(given).__name__, call.elsewhere
-    want = "another cache: the attention of this model, or of one that holds the same config, was switched in the meantime"
+    want = (
+        "another cache: the attention of this model, or of one that holds the same config, "
+        "was switched in the meantime"
+    )
     need(elsewhere is None, cache_names.NAME, f"{kind} with attention {elsewhere!r}", want)
-    for field, got, most in (("rows", sizes[0], given.max_batch), ("length", sizes[1], given.max_length)):
-        need(got <= most, f"{cache_names.NAME}, {field}", got, f"at most {most}, the size of this cache")
+    for field, got, most in (
+        ("rows", sizes[0], given.max_batch),
+        ("length", sizes[1], given.max_length),
+    ):
+        need(
+            got <= most,
+            f"{cache_names.NAME}, {field}",
+            got,
+            f"at most {most}, the size of this cache",
+        )
     own = "transformers' own cache, or none"
     need(not prepares(call.owner), cache_names.NAME, f"{kind} where {PREPARES}", own)
     by_row = hooked_by_row(call.owner)
-    beside = f"{kind} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
-    need(not by_row or not graphed, cache_names.NAME, beside, f"{own}, or a model patched with decode='hf'")
+    beside = (
+        f"{kind} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
+    )
+    need(
+        not by_row or not graphed,
+        cache_names.NAME,
+        beside,
+        f"{own}, or a model patched with decode='hf'",
+    )
     need(call.beams <= 1, "num_beams", call.beams, "1 with a paged cache: rows keep their pages")
 
 
 def drafts(call: Call) -> tuple[int, int]:
-    """(positions that drafts may reach past the last token that will be kept, the most positions of a step that may be taken back)."""
+    """(positions that drafts may reach past the last token that will be kept, the most positions of
+    a step that may be taken back)."""
     if not call.assisted:
         return 0, 0
     config = call.config
     looked_up = getattr(config, "prompt_lookup_num_tokens", None) or 0
     asked = getattr(config, "num_assistant_tokens", None) or 0
     past = max(DRAFTS, 1 + max(looked_up, asked))
-    # The number of tokens that an assistant drafts is in its own config, and may grow from step to step.
+    # The number of tokens that an assistant drafts is in its own config, and may grow from step to
+    # step.
     bounded = looked_up and getattr(config, "assistant_early_exit", None) is None
     return past, past if bounded else ALL
 
 
 def _of_named_cache(call: Call) -> Reason:
     """Some checkpoints name a cache in their generation config, unnoticed by their user."""
-    named, of_model = call.config.cache_implementation, getattr(call.owner, "generation_config", None)
+    named, of_model = (
+        call.config.cache_implementation,
+        getattr(call.owner, "generation_config", None),
+    )
     own = named == getattr(of_model, "cache_implementation", None)
     unset = "; set model.generation_config.cache_implementation = None for pages" if own else ""
-    return Reason(f"the generation config asks for the cache {named!r}{unset}", told=own, chosen=not own)
+    return Reason(
+        f"the generation config asks for the cache {named!r}{unset}", told=own, chosen=not own
+    )
 
 
 def prepares(owner: Any) -> bool:
@@ -186,19 +226,24 @@ def prepares(owner: Any) -> bool:
 
 
 def hooks_of_the_caller(owner: Any) -> str:
-    """The class of a module within `owner` with hooks that are neither ours nor transformers', which no replay runs; "" without."""
+    """The class of a module within `owner` with hooks that are neither ours nor transformers',
+    which no replay runs; "" without."""
     if global_hooks():
         return "every module"
     return next((type(module).__name__ for module, _ in _callers_hooks(owner)), "")
 
 
 def hooked_by_row(owner: Any) -> str:
-    """The class of a module within `owner` with hooks that hand it something for each row of one batch; "" without.
+    """The class of a module within `owner` with hooks that hand it something for each row of one
+    batch; "" without.
 
-    They fit no batch of another size: the step by which the first cache of a model is measured, or a graph with rows of padding.
+    They fit no batch of another size: the step by which the first cache of a model is measured, or
+    a graph with rows of padding.
     """
     for module, hook in _callers_hooks(owner):
-        if any(isinstance(value, (list, tuple)) for value in getattr(hook, "keywords", {}).values()):
+        if any(
+            isinstance(value, (list, tuple)) for value in getattr(hook, "keywords", {}).values()
+        ):
             return type(module).__name__
     return ""
 
@@ -206,7 +251,9 @@ def hooked_by_row(owner: Any) -> str:
 def hooks_on(module: Any) -> list[Any]:
     """The hooks on this module alone that are not ours."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("attnops.")]
+    return [
+        hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("attnops.")
+    ]
 
 
 def runs_hooks(model: Any) -> bool:
@@ -223,11 +270,15 @@ def _callers_hooks(owner: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def drawing(owner: Any) -> str:
-    """The class of a part of a model that is in training mode and may draw random numbers there; "" without.
+    """The class of a part of a model that is in training mode and may draw random numbers there; ""
+    without.
 
     Steps over pages have no dropout, and a capture draws numbers that no token is made of.
     """
-    return next((type(module).__name__ for module in owner.modules() if module.training and _draws(module)), "")
+    return next(
+        (type(module).__name__ for module in owner.modules() if module.training and _draws(module)),
+        "",
+    )
 
 
 def _draws(module: Any) -> bool:
@@ -237,9 +288,13 @@ def _draws(module: Any) -> bool:
     config = getattr(module, "config", None)
     fields = [*vars(module).items(), *(vars(config).items() if hasattr(config, "__dict__") else ())]
     drawn = [value for name, value in fields if any(word in name for word in _DRAWN)]
-    return any(isinstance(value, (int, float)) and value is not True and value > 0 for value in drawn)
+    return any(
+        isinstance(value, (int, float)) and value is not True and value > 0 for value in drawn
+    )
 
 
 def _left_padded(mask: Tensor | None) -> bool:
     """Does each row of a 2-D mask `[B, S]` end in its ones? The host waits for the device."""
-    return mask is None or (mask.dim() == 2 and bool((mask[:, 1:].bool() >= mask[:, :-1].bool()).all()))
+    return mask is None or (
+        mask.dim() == 2 and bool((mask[:, 1:].bool() >= mask[:, :-1].bool()).all())
+    )

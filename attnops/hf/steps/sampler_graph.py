@@ -1,4 +1,5 @@
-"""`Tail`: what follows the model in a decode step, from logits to the next token, as one captured graph."""
+"""`Tail`: what follows the model in a decode step, from logits to the next token, as one captured
+graph."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Choice(NamedTuple):
 
 
 class Held:
-    """Forbids tokens until a text has some length, as transformers' processors do by a Python number.
+    """Forbids tokens until a text has some length, as transformers' processors do by a Python
+    number.
 
     ids: int64 `[E]`, the tokens. least: int64 `[]`. length: int64 `[1]`, of the text.
     """
@@ -60,16 +62,24 @@ class Held:
 
 
 def _copied(processor: Any, device: torch.device) -> Any:
-    """A copy of a processor whose tensors keep their addresses, with a `Number` where one may be."""
+    """A copy of a processor whose tensors keep their addresses, with a `Number` where one may
+    be."""
     ours = copy.copy(processor)
-    vars(ours).update({name: x.to(device, copy=True) for name, x in vars(processor).items() if isinstance(x, Tensor)})
+    vars(ours).update(
+        {
+            name: x.to(device, copy=True)
+            for name, x in vars(processor).items()
+            if isinstance(x, Tensor)
+        }
+    )
     if (name := field_of(processor, device)) is not None:
         setattr(ours, name, Number(device))
     return ours
 
 
 def _follow(ours: Any, theirs: Any) -> None:
-    """Take the tensors and the number of a processor into a copy of one like it, or the tokens and the length into a `Held`."""
+    """Take the tensors and the number of a processor into a copy of one like it, or the tokens and
+    the length into a `Held`."""
     if (found := held(theirs)) is not None:
         ours.ids.copy_(found[0])
         ours.least.fill_(found[1])
@@ -83,11 +93,14 @@ def _follow(ours: Any, theirs: Any) -> None:
 
 
 class Tail:
-    """The tensors of one `generate()` at a time, and the graph that chooses and appends a token for each row.
+    """The tensors of one `generate()` at a time, and the graph that chooses and appends a token for
+    each row.
 
-    The operations are those of transformers' `_sample` in the same order, on exactly B rows, so that the same numbers are drawn.
+    The operations are those of transformers' `_sample` in the same order, on exactly B rows, so
+    that the same numbers are drawn.
 
-    tokens: int64 `[B, room]`, the text. The columns behind it repeat a token of the text, so that a penalty on `tokens` counts no other.
+    tokens: int64 `[B, room]`, the text. The columns behind it repeat a token of the text, so that a
+    penalty on `tokens` counts no other.
     token, position: int64 `[B, 1]`, the input of the next step.
     failures: why there is no graph, so that operations are launched one by one.
     """
@@ -101,13 +114,25 @@ class Tail:
 
         with ordinary():
             self._scores = torch.zeros(rows, choice.vocab, dtype=torch.float32, device=device)
-            # As torch.multinomial draws it, before a replay: the capture of a graph that draws would
-            # keep other threads from the generator.
+            # As torch.multinomial draws it, before a replay: the capture of a graph that draws
+            # would keep other threads from the generator.
             self._noise = torch.ones_like(self._scores) if choice.sampled else None
-            self.tokens, self.token, self.position = ints(rows, choice.room), ints(rows, 1), ints(rows, 1)
-            self._length, self._unfinished, self._eos, self._pad = ints(1), ints(rows), ints(choice.ends), ints()
+            self.tokens, self.token, self.position = (
+                ints(rows, choice.room),
+                ints(rows, 1),
+                ints(rows, 1),
+            )
+            self._length, self._unfinished, self._eos, self._pad = (
+                ints(1),
+                ints(rows),
+                ints(choice.ends),
+                ints(),
+            )
             self._processors = [
-                _copied(each, device) if (found := held(each)) is None else Held(found[0].numel(), self._length) for each in processors
+                _copied(each, device)
+                if (found := held(each)) is None
+                else Held(found[0].numel(), self._length)
+                for each in processors
             ]
             # The tokens of a step, and whether a row is unfinished: one copy to the host.
             self._news = ints(rows + 1)
@@ -202,7 +227,8 @@ class Tail:
                 self._arrived.record(torch.cuda.current_stream(self._news.device))
 
     def news(self) -> tuple[Tensor, bool]:
-        """(the last chosen tokens, int64 `[B]` on the CPU; is every row finished?) Waits for the choice, but not for work after it."""
+        """(the last chosen tokens, int64 `[B]` on the CPU; is every row finished?) Waits for the
+        choice, but not for work after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         found = self._host.clone()

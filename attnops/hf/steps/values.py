@@ -35,22 +35,52 @@ MOST_BYTES = 1 << 16
 # Compared by value, and without parts that change.
 _VALUES = frozenset(
     (
-        *SIMPLE, complex, range, slice, torch.Size, torch.layout, torch.memory_format,
-        type(Ellipsis), type(NotImplemented),
+        *SIMPLE,
+        complex,
+        range,
+        slice,
+        torch.Size,
+        torch.layout,
+        torch.memory_format,
+        type(Ellipsis),
+        type(NotImplemented),
     )
-)  # fmt: skip
+)
 # Their objects do not change, or their changes are none of a computation.
 _FIXED = (
-    type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType,
-    types.WrapperDescriptorType, types.MethodWrapperType, types.GetSetDescriptorType,
-    types.MemberDescriptorType, property, staticmethod, classmethod, weakref.ref, Enum,
-)  # fmt: skip
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    property,
+    staticmethod,
+    classmethod,
+    weakref.ref,
+    Enum,
+)
 _FIXED_FROM = frozenset(
     (
-        "torch", "attnops", "logging", "threading", "_thread", "weakref", "re", "typing",
-        "functools", "contextvars", "_contextvars", "types", "inspect", "abc", "warnings",
+        "torch",
+        "attnops",
+        "logging",
+        "threading",
+        "_thread",
+        "weakref",
+        "re",
+        "typing",
+        "functools",
+        "contextvars",
+        "_contextvars",
+        "types",
+        "inspect",
+        "abc",
+        "warnings",
     )
-)  # fmt: skip
+)
 # Of types: classes of Python have it, those of C that keep their parts to themselves have not.
 _OF_PYTHON = 1 << 9
 _SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -66,7 +96,8 @@ class Unknown(Exception):
 
 
 class Itself:
-    """A value that is equal to itself only. It keeps the value, so that no other takes its place."""
+    """A value that is equal to itself only. It keeps the value, so that no other takes its
+    place."""
 
     __slots__ = ("value",)
 
@@ -84,7 +115,8 @@ class Values:
     """The values that were followed, to compare them later.
 
     tensors: those found. functions: of Python. classes: of objects that were followed, but those of
-    libraries. unguarded: the contents of tuples that may change, which Dynamo takes for constants. All in the order in which they were met.
+    libraries. unguarded: the contents of tuples that may change, which Dynamo takes for constants.
+    All in the order in which they were met.
     """
 
     def __init__(self, known: Iterable[nn.Module]) -> None:
@@ -94,7 +126,8 @@ class Values:
         self.functions: list[types.FunctionType] = []
         self.classes: dict[type, None] = {}
         self.unguarded: list[Any] = []
-        # What `same` looks at again: sizes, what getters return, versions of tensors on the host, bytes of arrays.
+        # What `same` looks at again: sizes, what getters return, versions of tensors on the host,
+        # bytes of arrays.
         self._sized: list[Sized] = []
         self._parts: list[tuple[Getter, Any]] = []
         self._hosts: list[Tensor] = []
@@ -128,11 +161,18 @@ class Values:
             return self._tensor(x)
         if isinstance(x, GenerationConfig):
             return kind  # generate() reads it, and no forward
-        if id(x) in self._known or isinstance(x, _FIXED) or depth > MOST_DEPTH or kind.__module__.startswith("attnops."):
+        if (
+            id(x) in self._known
+            or isinstance(x, _FIXED)
+            or depth > MOST_DEPTH
+            or kind.__module__.startswith("attnops.")
+        ):
             return Itself(x)
         if isinstance(x, dict):
             self.watch(x, iter, dict.values)
-            return kind, *((self.of(k, depth + 1), self.of(v, depth + 1)) for k, v in list(x.items()))
+            return kind, *(
+                (self.of(k, depth + 1), self.of(v, depth + 1)) for k, v in list(x.items())
+            )
         if isinstance(x, _SEQUENCES):
             return self._sequence(x, kind, depth)
         if isinstance(x, types.FunctionType):
@@ -212,7 +252,8 @@ class Values:
         self._seen, self._identities = self._look(), self._held()
 
     def same(self) -> bool:
-        """Are the contents of all that was followed as they were? Raises where they cannot be looked at."""
+        """Are the contents of all that was followed as they were? Raises where they cannot be
+        looked at."""
         return self._look() == self._seen and alike(self._held(), self._identities)
 
     def _look(self) -> tuple[Any, ...]:
@@ -252,7 +293,8 @@ def getter(names: Sequence[str]) -> Getter:
 
 
 def address(t: Tensor) -> Any:
-    """The place and layout of a tensor's numbers; those of a tensor subclass are in tensors of its own."""
+    """The place and layout of a tensor's numbers; those of a tensor subclass are in tensors of its
+    own."""
     if type(t) in PLAIN:
         return t.data_ptr(), t.dtype, t.shape, t.stride()
     flatten = getattr(t, "__tensor_flatten__", None)

@@ -1,8 +1,10 @@
-"""`flashinfer`: FlashInfer's kernels (https://arxiv.org/abs/2501.01005) for paged and packed calls, on plans that the host makes.
+"""`flashinfer`: FlashInfer's kernels (https://arxiv.org/abs/2501.01005) for paged and packed calls,
+on plans that the host makes.
 
-Which of them runs (CUDA cores or tensor cores for decode, FA2 or FA3 for more queries) follows from numbers that do not change between
-steps. Pages may hold anything past a request's end: all of them zero the values they load from there and replace the
-logits. Data pointers must be 16-byte aligned, as torch allocates them.
+Which of them runs (CUDA cores or tensor cores for decode, FA2 or FA3 for more queries) follows from
+numbers that do not change between steps. Pages may hold anything past a request's end: all of them
+zero the values they load from there and replace the logits. Data pointers must be 16-byte aligned,
+as torch allocates them.
 """
 
 from __future__ import annotations
@@ -15,12 +17,33 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnops.core.errors import InvalidInput
-from attnops.core.kernel import Capture, Invariant, Kernel, Need, Plan, Tolerance, arch, demand, deterministic, one_of, register
+from attnops.core.kernel import (
+    Capture,
+    Invariant,
+    Kernel,
+    Need,
+    Plan,
+    Tolerance,
+    arch,
+    demand,
+    deterministic,
+    one_of,
+    register,
+)
 from attnops.core.problem import Target
 from attnops.core.tensors import no_lse
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.modules import I32, LN2, Layout, Places, Shape, gapless
-from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, read_header, whole_table, within, write_header
+from attnops.kernels.shared.plan import (
+    HEADER,
+    cut,
+    host_lengths,
+    host_plan,
+    read_header,
+    whole_table,
+    within,
+    write_header,
+)
 from attnops.kernels.shared.tokens import blank, fresh, past, see_nothing, with_sinks
 from attnops.measured import Roofline, phases
 from attnops.ops.metadata import reference as data
@@ -35,7 +58,8 @@ MAKER = "attnops.ops.plan_paged_attention"
 def paged_attention(call: paged.PagedAttention) -> None:
     """The kernel writes every row of `output`: padding has a request of its own in the plan.
 
-    The page ids it reads are the plan's, which has no holes: without the caller's promise it must have been made for this many pages.
+    The page ids it reads are the plan's, which has no holes: without the caller's promise it must
+    have been made for this many pages.
     """
     query, output, lse = call.query, call.output, call.lse
     if blank(call):
@@ -58,38 +82,66 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     (tokens, q_heads, head_dim), (_, kv_heads, v_head_dim) = query.shape, value.shape
     output, lse = fresh(call)
     cu_q, cu_k = torch.stack([call.cu_seqlens_q, call.cu_seqlens_k]).cpu()
-    for field, cu, most, rows in (("q", cu_q, call.max_seqlen_q, tokens), ("k", cu_k, call.max_seqlen_k, key.shape[0])):
+    for field, cu, most, rows in (
+        ("q", cu_q, call.max_seqlen_q, tokens),
+        ("k", cu_k, call.max_seqlen_k, key.shape[0]),
+    ):
         within(f"lengths of cu_seqlens_{field}", cu.diff(), most)
         within(f"cu_seqlens_{field}[-1]", cu[-1:], rows)
     used = int(cu_k[-1])
     if query.numel() and used:
         queries, keys = _ragged(cu_q, cu_k, tokens, call.causal)
         shape = Shape(
-            tokens, len(queries) - 1, 0, q_heads, kv_heads, head_dim, v_head_dim, 1, query.dtype, False, call.causal, call.window_left,
-            call.softcap > 0, call.sinks is not None, deterministic(call.policy),
-        )  # fmt: skip
+            tokens,
+            len(queries) - 1,
+            0,
+            q_heads,
+            kv_heads,
+            head_dim,
+            v_head_dim,
+            1,
+            query.dtype,
+            False,
+            call.causal,
+            call.window_left,
+            call.softcap > 0,
+            call.sinks is not None,
+            deterministic(call.policy),
+        )
         c = _layout(call, query.device, shape)
         ints, at = _plan_ragged(c, queries, keys, query.device)
-        # FA3 loads whole tiles of values, and a weight of 0 does not silence NaN: keys of no request are not shown to it.
-        # Detached: the exchange of tensors with tvm_ffi refuses those of a training step, which want a gradient.
-        fi.run(c, at, ints, call, (query.detach(), key[:used].detach(), value[:used].detach()), output, lse)
+        # FA3 loads whole tiles of values, and a weight of 0 does not silence NaN: keys of no
+        # request are not shown to it. Detached: the exchange of tensors with tvm_ffi refuses those
+        # of a training step, which want a gradient.
+        fi.run(
+            c,
+            at,
+            ints,
+            call,
+            (query.detach(), key[:used].detach(), value[:used].detach()),
+            output,
+            lse,
+        )
     else:
         see_nothing(output, lse)
     return output, no_lse(query) if lse is None else _natural(lse, call)
 
 
 def _natural(z: Tensor, call: paged.PagedAttention | varlen.VarlenAttention) -> Tensor:
-    """lse `[T, Hq]` of base 2 -> natural; with sinks, theirs where no key is seen, and -inf for padding."""
+    """lse `[T, Hq]` of base 2 -> natural; with sinks, theirs where no key is seen, and -inf for
+    padding."""
     if call.sinks is None:
         return z * LN2
-    return with_sinks(z * LN2, call.sinks).masked_fill(past(call.cu_seqlens_q, z.shape[0])[:, None], float("-inf"))
+    return with_sinks(z * LN2, call.sinks).masked_fill(
+        past(call.cu_seqlens_q, z.shape[0])[:, None], float("-inf")
+    )
 
 
 def _layout(call: Any, device: torch.device, shape: Shape) -> Layout:
     return fi.layout_of(device, Target.of(device).arch, call.max_seqlen_q, shape)
 
 
-# The host's half: lengths on the CPU become the tables and the plan that the kernels read -----------------------------
+# The host's half: lengths on the CPU become the tables and the plan that the kernels read ---------
 
 
 def plan_paged_attention(call: plan.PlanPagedAttention) -> None:
@@ -108,23 +160,33 @@ def plan_paged_attention(call: plan.PlanPagedAttention) -> None:
     asked = torch.where(call.cu_seqlens_q.diff() > 0, seq_lens, 0)
     indices = data.indices_of(table, asked, call.page_size)[1]
     at.indices[: indices.numel()].copy_(indices)
-    made = _call_planner(c, fi.load_paged(c.module), at, ints.view(torch.uint8), (starts, page_starts, keys))
+    made = _call_planner(
+        c, fi.load_paged(c.module), at, ints.view(torch.uint8), (starts, page_starts, keys)
+    )
     write_header(call.plan, c.path, call.num_pages, c.shape, made)
 
 
 def _staged(sizes: tuple[int, ...]) -> tuple[int, int]:
-    """Int32 numbers that are copied from the host: the tables with their gap, and FlashInfer's int workspace."""
+    """Int32 numbers that are copied from the host: the tables with their gap, and FlashInfer's int
+    workspace."""
     return sum(sizes[:4]), sizes[5]
 
 
-def _host_tables(s: Shape, seq_lens: Tensor, cu_seqlens_q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(query starts, page starts, last page lengths, key lengths) of `rows`, int32 on the CPU, from lengths on the CPU.
+def _host_tables(
+    s: Shape, seq_lens: Tensor, cu_seqlens_q: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(query starts, page starts, last page lengths, key lengths) of `rows`, int32 on the CPU, from
+    lengths on the CPU.
 
     Raises InvalidInput: a causal request has more queries than keys, which FA2 would get wrong.
     """
     q_lens = cu_seqlens_q.diff()
     if s.causal and bool(((seq_lens > 0) & (seq_lens < q_lens)).any()):
-        raise InvalidInput("seq_lens", seq_lens.tolist(), f"no key, or at least as many as new tokens {q_lens.tolist()} (causal)")
+        raise InvalidInput(
+            "seq_lens",
+            seq_lens.tolist(),
+            f"no key, or at least as many as new tokens {q_lens.tolist()} (causal)",
+        )
     keys = torch.where(q_lens > 0, seq_lens, 0)
     if s.decode:
         keys = keys[q_lens > 0]
@@ -141,10 +203,13 @@ def _pages(s: Shape, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return pad(pages.cumsum(0, dtype=I32), (1, 0)), last.to(I32), keys.to(I32)
 
 
-def _ragged(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens: int, causal: bool) -> tuple[list[int], list[int]]:
+def _ragged(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens: int, causal: bool
+) -> tuple[list[int], list[int]]:
     """(query lengths, key lengths) of FlashInfer's requests: ours, and one more for the padding.
 
-    A causal request with fewer keys than queries becomes two: FA2 gets the queries that see no key wrong when they share a request.
+    A causal request with fewer keys than queries becomes two: FA2 gets the queries that see no key
+    wrong when they share a request.
     """
     queries, keys = [], []
     for q, k in zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True):
@@ -154,15 +219,23 @@ def _ragged(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens: int, causal: boo
     return [*queries, tokens - int(cu_seqlens_q[-1])], [*keys, 0]
 
 
-def _call_planner(c: Layout, module: Any, at: Places, ints: Tensor, tables: tuple[Tensor, Tensor, Tensor]) -> list[int]:
-    """FlashInfer's own plan. tables: query starts, page starts and key lengths on the host. ints: host memory for its int workspace."""
+def _call_planner(
+    c: Layout, module: Any, at: Places, ints: Tensor, tables: tuple[Tensor, Tensor, Tensor]
+) -> list[int]:
+    """FlashInfer's own plan. tables: query starts, page starts and key lengths on the host. ints:
+    host memory for its int workspace."""
     starts, page_starts, keys = tables
-    s, sizes, dims = c.shape, (c.shape.q_heads, c.shape.kv_heads, c.shape.page_size, True), (c.shape.head_dim, c.shape.v_head_dim)
+    s, sizes, dims = (
+        c.shape,
+        (c.shape.q_heads, c.shape.kv_heads, c.shape.page_size, True),
+        (c.shape.head_dim, c.shape.v_head_dim),
+    )
     given: tuple[Any, ...]
     if c.path == fi.DECODE:
         empty = torch.empty(0, dtype=s.dtype)
-        # A row without keys gets a block too, which the planner forgets when it fits the blocks to the launch (scheduler.cuh,
-        # PartitionPagedKVCacheBinarySearchMinNumPagePerBatch). It is shown a page; the kernel reads the device's tables.
+        # A row without keys gets a block too, which the planner forgets when it fits the blocks to
+        # the launch (scheduler.cuh, PartitionPagedKVCacheBinarySearchMinNumPagePerBatch). It is
+        # shown a page; the kernel reads the device's tables.
         shown = pad(page_starts.diff().clamp(min=1).cumsum(0, dtype=I32), (1, 0))
         given = (shown, s.rows, *sizes, s.window_left, float(s.softcap), *dims, empty, empty)
     else:
@@ -173,7 +246,9 @@ def _call_planner(c: Layout, module: Any, at: Places, ints: Tensor, tables: tupl
     return list(module.plan(at.floats, at.ints, ints, *given))
 
 
-def _plan_ragged(c: Layout, queries: list[int], keys: list[int], device: torch.device) -> tuple[list[int], Places]:
+def _plan_ragged(
+    c: Layout, queries: list[int], keys: list[int], device: torch.device
+) -> tuple[list[int], Places]:
     """A plan of a packed call, in memory of its own: (FlashInfer's ints, places)."""
     workspace = torch.empty(4 * sum(c.sizes), dtype=torch.uint8, device=device)
     at = Places._make(cut("workspace", workspace, c.sizes, I32))
@@ -185,11 +260,19 @@ def _plan_ragged(c: Layout, queries: list[int], keys: list[int], device: torch.d
     return _call_planner(c, fi.load(c.module), at, ints, (starts, page_starts, lengths)), at
 
 
-def plan_sizes(*, max_tokens: int, max_requests: int, max_pages: int, device: torch.device, **statics: Any) -> tuple[int, int]:
-    largest = {**statics, "num_tokens": max_tokens, "requests": max_requests, "max_pages": max_pages}
+def plan_sizes(
+    *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device, **statics: Any
+) -> tuple[int, int]:
+    largest = {
+        **statics,
+        "num_tokens": max_tokens,
+        "requests": max_requests,
+        "max_pages": max_pages,
+    }
     most, sms = Shape(*(largest.get(n, False) for n in Shape._fields)), fi.sm_count(device)
     cap = 2 * sms // most.kv_heads
-    # FA2 splits keys only where tiles are few, so the longest call is not the one that needs most for the parts.
+    # FA2 splits keys only where tiles are few, so the longest call is not the one that needs most
+    # for the parts.
     split = (-(-cap * 128 // most.group) + cap) * most.q_heads * (most.v_head_dim + 1) * 4
     plans, workspaces = [0], [0]
     for decode, steady in ((True, False), (True, True), (False, False), (False, True)):
@@ -201,29 +284,76 @@ def plan_sizes(*, max_tokens: int, max_requests: int, max_pages: int, device: to
 
 
 PAGED = phases(Roofline(16.7, 1.2, 0.52, 0.00056, 28_000), Roofline(15.4, 0.47, 0.65, 0.0035))
-PACKED = Roofline(281.0, 0.47, 0.65, 0.0035)  # its launches wait for a plan, which the host makes in every call
+PACKED = Roofline(
+    281.0, 0.47, 0.65, 0.0035
+)  # its launches wait for a plan, which the host makes in every call
 
-DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # that FlashInfer compiles, its merge of split keys included
+# That FlashInfer compiles, its merge of split keys included
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 NEEDS: tuple[Need, ...] = (
     arch(80, 86, 87, 89, 90, 100, 103, 120, 121),
-    demand("head_dim, v_head_dim", "64 | 128 | 256, or 192 with 128", lambda p: (p.head_dim, p.v_head_dim) in DIMS),
-    demand("window", "no right bound (but causal)", lambda p: p.rules.causal or p.rules.window[1] < 0),
-    demand("softcap", "no (sinks)", lambda p: not (p.rules.sinks and p.rules.softcap)),  # the sink variant has no softcap
+    demand(
+        "head_dim, v_head_dim",
+        "64 | 128 | 256, or 192 with 128",
+        lambda p: (p.head_dim, p.v_head_dim) in DIMS,
+    ),
+    demand(
+        "window", "no right bound (but causal)", lambda p: p.rules.causal or p.rules.window[1] < 0
+    ),
+    demand(
+        "softcap", "no (sinks)", lambda p: not (p.rules.sinks and p.rules.softcap)
+    ),  # the sink variant has no softcap
     one_of("last_dim_contiguous", True),
 )
 # One set of strides serves keys and values, but in FA2, the only one to take unlike head dims.
-ALIKE = demand("pages_alike", "key and value pages of equal strides", lambda p: p.pages.pages_alike or p.head_dim != p.v_head_dim)
+ALIKE = demand(
+    "pages_alike",
+    "key and value pages of equal strides",
+    lambda p: p.pages.pages_alike or p.head_dim != p.v_head_dim,
+)
 TAKES = frozenset({"sinks", "causal", "window_left", "window_right", "softcap"})
-# A compiled graph is split around these. Planning waits for the device. The paged kernels themselves can be captured, and are when a
-# graph is captured by hand; but Inductor's recorder copies a partition's inputs, frees its copy of the plan, a CPU tensor, and keeps
-# writing to it (torch/_inductor/cudagraph_trees.py, reconstructed_inputs, seen in 2.11 and 2.13).
-# FA2 adds up the weights that its matrix units are given.
+# A compiled graph is split around these. Planning waits for the device. The paged kernels
+# themselves can be captured, and are when a graph is captured by hand; but Inductor's recorder
+# copies a partition's inputs, frees its copy of the plan, a CPU tensor, and keeps writing to it
+# (torch/_inductor/cudagraph_trees.py, reconstructed_inputs, seen in 2.11 and 2.13). FA2 adds up the
+# weights that its matrix units are given.
 _flashinfer = functools.partial(
-    Kernel, "flashinfer", dtypes=fi.HALVES, packages=(fi.PACKAGE,), capture=Capture.NEVER, tolerance=Tolerance(rounded_sums=True),
-    invariant=Invariant(), about="FlashInfer: decode and prefill, FA2 and FA3, planned by the host",
-)  # fmt: skip
+    Kernel,
+    "flashinfer",
+    dtypes=fi.HALVES,
+    packages=(fi.PACKAGE,),
+    capture=Capture.NEVER,
+    tolerance=Tolerance(rounded_sums=True),
+    invariant=Invariant(),
+    about="FlashInfer: decode and prefill, FA2 and FA3, planned by the host",
+)
 _paged = (*NEEDS, ALIKE, host_plan(MAKER))
-# The host's time, about; the shipped table's `plan_us` is measured. A step makes one plan, and every packed call makes one.
-register(_flashinfer("plan_paged_attention", plan_paged_attention, needs=NEEDS, cost_us=lambda p: 700.0, plan=Plan(sizes=plan_sizes)))
-register(_flashinfer("paged_attention", paged_attention, takes=TAKES | {"lse", "holes"}, needs=_paged, cost_us=PAGED))
-register(_flashinfer("varlen_attention", varlen_attention, takes=TAKES | {"return_lse"}, needs=NEEDS, cost_us=PACKED))
+# The host's time, about; the shipped table's `plan_us` is measured. A step makes one plan, and
+# every packed call makes one.
+register(
+    _flashinfer(
+        "plan_paged_attention",
+        plan_paged_attention,
+        needs=NEEDS,
+        cost_us=lambda p: 700.0,
+        plan=Plan(sizes=plan_sizes),
+    )
+)
+register(
+    _flashinfer(
+        "paged_attention",
+        paged_attention,
+        takes=TAKES | {"lse", "holes"},
+        needs=_paged,
+        cost_us=PAGED,
+    )
+)
+register(
+    _flashinfer(
+        "varlen_attention",
+        varlen_attention,
+        takes=TAKES | {"return_lse"},
+        needs=NEEDS,
+        cost_us=PACKED,
+    )
+)

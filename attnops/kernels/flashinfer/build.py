@@ -1,9 +1,11 @@
 """FlashInfer's modules built in advance and side by side.
 
-    python -m attnops.kernels.flashinfer.build decode:bfloat16:128 fa2:bfloat16:128 fa3:bfloat16:128:window
+    python -m attnops.kernels.flashinfer.build decode:bfloat16:128 fa2:bfloat16:128
+    fa3:bfloat16:128:window
 
-A module is written path:dtype:head_dim[xv_head_dim][:window][:softcap][:sinks]. Without this a module is built by nvcc at the first plan
-that needs it, which takes a quarter of a minute (decode, fa2) to more than one (fa3).
+A module is written path:dtype:head_dim[xv_head_dim][:window][:softcap][:sinks]. Without this a
+module is built by nvcc at the first plan that needs it, which takes a quarter of a minute (decode,
+fa2) to more than one (fa3).
 """
 
 from __future__ import annotations
@@ -24,11 +26,21 @@ WANT = "decode|fa2|fa3:float16|bfloat16:64|128|256|192x128[:window][:softcap][:s
 def parse(text: str) -> Module:
     """The inverse of str(module). Raises InvalidInput."""
     path, dtype, dims, *flags = (*text.split(":"), "", "")[: max(text.count(":") + 1, 3)]
-    names, numbers, known = {name: number for number, name in NAMES.items()}, dims.split("x"), Module._fields[4:]
+    names, numbers, known = (
+        {name: number for number, name in NAMES.items()},
+        dims.split("x"),
+        Module._fields[4:],
+    )
     right = path in names and dtype in ("float16", "bfloat16") and set(flags) <= set(known)
     if not right or not all(n.isdigit() for n in numbers) or len(numbers) > 2:
         raise InvalidInput("module", repr(text), WANT)
-    return Module(names[path], getattr(torch, dtype), int(numbers[0]), int(numbers[-1]), *(f in flags for f in known))
+    return Module(
+        names[path],
+        getattr(torch, dtype),
+        int(numbers[0]),
+        int(numbers[-1]),
+        *(f in flags for f in known),
+    )
 
 
 def timed(module: Module) -> float:
@@ -39,7 +51,8 @@ def timed(module: Module) -> float:
 
 
 def build(modules: Iterable[Module]) -> dict[Module, float]:
-    """Build and load `modules` side by side. Returns the seconds of each; the first error of a build is raised when all have ended."""
+    """Build and load `modules` side by side. Returns the seconds of each; the first error of a
+    build is raised when all have ended."""
     wanted = sorted(set(modules), key=lambda m: (-m.path, str(m)))  # the slow ones first
     import flashinfer.prefill  # noqa: F401 - not first in several threads at once, which it does not survive
 

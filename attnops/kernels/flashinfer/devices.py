@@ -1,10 +1,13 @@
-"""FlashInfer's libraries where several GPUs are visible: what they do once in a process, on the GPU that is current then.
+"""FlashInfer's libraries where several GPUs are visible: what they do once in a process, on the GPU
+that is current then.
 
-`xqa`: a library asks for its kernel's shared memory while it is loaded, of the current GPU alone (csrc/xqa/mha.cu, `configureKernel`), and
-a file that is loaded already is not loaded again. So each GPU gets a copy of its own, loaded while that GPU is the current one.
+`xqa`: a library asks for its kernel's shared memory while it is loaded, of the current GPU alone
+(csrc/xqa/mha.cu, `configureKernel`), and a file that is loaded already is not loaded again. So each
+GPU gets a copy of its own, loaded while that GPU is the current one.
 
-`trtllm`: the kernels of a dtype are loaded for the first GPU that calls them, kept, and launched on every other GPU, too
-(csrc/trtllm_fmha_kernel_launcher.cu, `TllmGenFmhaRunnerCache`). So these kernels refuse where another GPU is visible.
+`trtllm`: the kernels of a dtype are loaded for the first GPU that calls them, kept, and launched on
+every other GPU, too (csrc/trtllm_fmha_kernel_launcher.cu, `TllmGenFmhaRunnerCache`). So these
+kernels refuse where another GPU is visible.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ def trtllm_missing(target: Target) -> Refusal | None:
     """A probe of the generated kernels."""
     if (refusal := no_compiler(target)) is not None or not several(target):
         return refusal
-    return Refusal("devices", visible(), f"{ONE}: FlashInfer launches the first GPU's kernels on every GPU")
+    return Refusal(
+        "devices", visible(), f"{ONE}: FlashInfer launches the first GPU's kernels on every GPU"
+    )
 
 
 def xqa_missing(target: Target) -> Refusal | None:
@@ -56,7 +61,10 @@ def _unloadable() -> str:
     """Why no copy of a library can be loaded; "" where nothing is known to be in the way."""
     folder = tempfile.gettempdir()
     if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
-        return f"a folder for temporary files (TMPDIR) from which libraries may be loaded: not {folder}"
+        return (
+            "a folder for temporary files (TMPDIR) from which libraries may be loaded: not "
+            f"{folder}"
+        )
     return next(iter(_failures()), "")
 
 
@@ -67,7 +75,8 @@ def _failures() -> list[str]:
 
 
 def xqa_module(device: torch.device, *key: Any) -> Callable[..., None]:
-    """`get_xqa_module(*key).xqa`, for tensors on `device`, which is the current one. Raises NotLoaded."""
+    """`get_xqa_module(*key).xqa`, for tensors on `device`, which is the current one. Raises
+    NotLoaded."""
     if visible() > 1:
         return _loaded_on(device.index, key)
     from flashinfer.xqa import get_xqa_module  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,16 +100,22 @@ def _copy_of(spec: Any) -> Any:
     path = spec.get_library_path()
     try:
         with tempfile.TemporaryDirectory(prefix="attnops-") as folder:
-            return spec.load(shutil.copy(path, folder))  # a library that is loaded needs its file no longer
+            return spec.load(
+                shutil.copy(path, folder)
+            )  # a library that is loaded needs its file no longer
     except Exception as error:  # the loader raises whatever it likes
-        want = f"a copy of {path.name} in {tempfile.gettempdir()} (TMPDIR) that can be loaded, one for each GPU"
+        want = (
+            f"a copy of {path.name} in {tempfile.gettempdir()} (TMPDIR) that can be loaded, "
+            "one for each GPU"
+        )
         _failures().append(want)
         renew()
         raise NotLoaded("flashinfer", one_line(error), f"{want}, or {ONE}") from error
 
 
 def _called(wrapper: Callable[..., None], *given: Any) -> None:
-    """The library's own function. given: the arguments of `get_xqa_module(...).xqa`, whose two scales are numbers or tensors."""
+    """The library's own function. given: the arguments of `get_xqa_module(...).xqa`, whose two
+    scales are numbers or tensors."""
     q_scale, kv_scale = (_number_or_tensor(given[i]) for i in (4, 17))
     wrapper(*given[:4], *q_scale, *given[5:17], *kv_scale, *given[21:], *given[18:21])
 

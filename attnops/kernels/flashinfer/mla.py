@@ -1,15 +1,18 @@
-"""`flashinfer_mla_fa2`, `flashinfer_mla_fa3`: FlashInfer's attention over latents (https://arxiv.org/abs/2501.01005), planned by the host.
+"""`flashinfer_mla_fa2`, `flashinfer_mla_fa3`: FlashInfer's attention over latents
+(https://arxiv.org/abs/2501.01005), planned by the host.
 
-The kernel of SM80 and later and the one with SM90's warp groups have a name each: selection chooses between them and FlashMLA, and the
-choice can be measured, forced and read in the generated code. They are called as `flashinfer` calls the rest: the JIT module itself, on
-a plan made once a step.
+The kernel of SM80 and later and the one with SM90's warp groups have a name each: selection chooses
+between them and FlashMLA, and the choice can be measured, forced and read in the generated code.
+They are called as `flashinfer` calls the rest: the JIT module itself, on a plan made once a step.
 
-The planner cuts queries times heads into tiles and the keys into parts, and keeps of the page table only where each row of it starts.
-So the kernel reads page ids from the table itself: it may change under a plan. In pages, both kernels
-zero the values past a request's end and replace their logits; a row without keys gives 0 and lse -inf.
+The planner cuts queries times heads into tiles and the keys into parts, and keeps of the page table
+only where each row of it starts. So the kernel reads page ids from the table itself: it may change
+under a plan. In pages, both kernels zero the values past a request's end and replace their logits;
+a row without keys gives 0 and lse -inf.
 
-Latents in float8_e4m3fn become bfloat16 as they are read, on SM90 only. The kernel takes their scale as a host number. A scale on the
-device multiplies the query before the kernel and the output after it; the query is then rounded once more, too coarsely for an lse.
+Latents in float8_e4m3fn become bfloat16 as they are read, on SM90 only. The kernel takes their
+scale as a host number. A scale on the device multiplies the query before the kernel and the output
+after it; the query is then rounded once more, too coarsely for an lse.
 """
 
 from __future__ import annotations
@@ -25,7 +28,16 @@ from attnops.core.errors import InvalidInput
 from attnops.core.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, demand, register
 from attnops.core.problem import Problem
 from attnops.kernels.flashinfer.modules import FA2, FA3, HALVES, NAMES, PACKAGE, gapless, sm_count
-from attnops.kernels.shared.plan import HEADER, cut, host_lengths, host_plan, padded, read_header, whole_table, write_header
+from attnops.kernels.shared.plan import (
+    HEADER,
+    cut,
+    host_lengths,
+    host_plan,
+    padded,
+    read_header,
+    whole_table,
+    write_header,
+)
 from attnops.kernels.shared.tokens import LATENT, LATENTS, ROPE, blank
 from attnops.measured import Roofline, phases
 
@@ -36,11 +48,13 @@ if TYPE_CHECKING:
 MAKER = "attnops.ops.plan_mla_attention"
 TILE = 64
 MOST_WORKS = 16384
-"""Pieces of work that a plan has room for (scheduler.cuh, MLAPlan); it does not look whether they fit."""
+"""Pieces of work that a plan has room for (scheduler.cuh, MLAPlan); it does not look whether they
+fit."""
 
 
 class Shape(NamedTuple):
-    """The numbers of a call that its plan depends on, but for its lengths. causal: False for a lone query, which sees every key."""
+    """The numbers of a call that its plan depends on, but for its lengths. causal: False for a lone
+    query, which sees every key."""
 
     num_tokens: int
     max_pages: int
@@ -51,35 +65,50 @@ class Shape(NamedTuple):
 
 
 def sizes_of(sms: int) -> tuple[int, int]:
-    """Bytes that MLAPlan takes from the int workspace and from the float workspace, whatever the lengths."""
+    """Bytes that MLAPlan takes from the int workspace and from the float workspace, whatever the
+    lengths."""
     sizes = (9 * 4 * MOST_WORKS + 5 * 4 * sms + 16 * 16, 2 * sms * TILE * (2 * LATENT + 4) + 64)
     return padded(sizes[0], torch.uint8), padded(sizes[1], torch.uint8)
 
 
 def rows_of_plan(s: Shape, seq_lens: Tensor, cu_seqlens_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(query starts `[n + 1]`, first entries in the flat page table `[n + 1]`, keys `[n]`), int32 on the CPU, of rows of all tokens.
+    """(query starts `[n + 1]`, first entries in the flat page table `[n + 1]`, keys `[n]`), int32
+    on the CPU, of rows of all tokens.
 
-    Queries that see no key, and padding, are rows of their own without keys: causal tiles reckon from a row's keys minus its queries.
+    Queries that see no key, and padding, are rows of their own without keys: causal tiles reckon
+    from a row's keys minus its queries.
     """
     rows: list[tuple[int, int, int]] = []  # queries, first entry, keys
-    for b, (n, length) in enumerate(zip(cu_seqlens_q.diff().tolist(), seq_lens.tolist(), strict=True)):
+    for b, (n, length) in enumerate(
+        zip(cu_seqlens_q.diff().tolist(), seq_lens.tolist(), strict=True)
+    ):
         blind = max(n - length, 0) if s.causal or length == 0 else 0
         rows += [(blind, 0, 0), (n - blind, b * s.max_pages, length)]
-    # One row a token, so that a step's lengths do not change how many heads a tile holds when every request has one query.
+    # One row a token, so that a step's lengths do not change how many heads a tile holds when every
+    # request has one query.
     rows = [row for row in rows if row[0]] + [(1, 0, 0)] * (s.num_tokens - int(cu_seqlens_q[-1]))
     table = torch.tensor([(0, 0, 0), *rows], dtype=torch.int32)
-    return table[:, 0].cumsum(0, dtype=torch.int32), table[:, 1].roll(-1).contiguous(), table[1:, 2].contiguous()
+    return (
+        table[:, 0].cumsum(0, dtype=torch.int32),
+        table[:, 1].roll(-1).contiguous(),
+        table[1:, 2].contiguous(),
+    )
 
 
 def works(s: Shape, starts: Tensor, keys: Tensor, sms: int) -> int:
-    """At most how many pieces MLAPlan cuts these rows into: tiles of queries times heads, and each tile's keys in parts of one size."""
+    """At most how many pieces MLAPlan cuts these rows into: tiles of queries times heads, and each
+    tile's keys in parts of one size."""
     q_lens = starts.diff().long()
     cluster = 2 if int(starts[-1]) * s.q_heads // len(q_lens) > TILE else 1
     tiles = (q_lens * s.q_heads + cluster * TILE - 1) // (cluster * TILE)
-    # Causal tiles see fewer keys than their row, hence smaller parts of fewer keys: half of all keys bounds the part from below.
+    # Causal tiles see fewer keys than their row, hence smaller parts of fewer keys: half of all
+    # keys bounds the part from below.
     total = int((tiles * keys).sum()) // (2 if s.causal else 1)
     average = max(total // (sms // cluster), 1)
-    part = next((size for most, size in ((8, 32), (16, 64), (32, 128), (64, 192)) if average <= most), -(-average // 256) * 256)
+    part = next(
+        (size for most, size in ((8, 32), (16, 64), (32, 128), (64, 192)) if average <= most),
+        -(-average // 256) * 256,
+    )
     return int((tiles * ((keys + part - 1) // part).clamp(min=1)).sum())
 
 
@@ -89,28 +118,57 @@ def plan_mla_attention(path: int, call: plan.PlanMlaAttention) -> None:
     if call.num_tokens == 0 or table.numel() == 0:
         call.plan.zero_()
         return
-    s = Shape(call.num_tokens, table.shape[1], call.q_heads, call.page_size, dtype, call.causal and call.max_seqlen_q > 1)
+    s = Shape(
+        call.num_tokens,
+        table.shape[1],
+        call.q_heads,
+        call.page_size,
+        dtype,
+        call.causal and call.max_seqlen_q > 1,
+    )
     sms = sm_count(table.device)
     sizes = sizes_of(sms)
     ints, floats = cut("workspace", call.workspace, sizes, torch.uint8)
     [staging] = cut("plan", call.plan[HEADER:].view(torch.uint8), sizes[:1], torch.uint8)
-    starts, firsts, keys = rows_of_plan(s, *host_lengths(call, whole_table(call, call.num_pages, call.page_size)[1]))
+    starts, firsts, keys = rows_of_plan(
+        s, *host_lengths(call, whole_table(call, call.num_pages, call.page_size)[1])
+    )
     if (count := works(s, starts, keys, sms)) > MOST_WORKS:
-        raise InvalidInput("work of a plan", f"up to {count} pieces", f"<= {MOST_WORKS}: fewer tokens or heads a call")
+        raise InvalidInput(
+            "work of a plan",
+            f"up to {count} pieces",
+            f"<= {MOST_WORKS}: fewer tokens or heads a call",
+        )
     if table.is_cuda and not staging.is_pinned():
         staging = torch.empty_like(staging, pin_memory=True)  # FlashInfer takes no other
     given = (floats, ints, staging, starts, firsts, keys, call.q_heads, call.v_head_dim, s.causal)
-    info, _ = load(path, dtype, getattr(torch, call.kv_dtype)).plan_with_staged_workspace_bytes(*given)
+    info, _ = load(path, dtype, getattr(torch, call.kv_dtype)).plan_with_staged_workspace_bytes(
+        *given
+    )
     write_header(call.plan, path, call.num_pages, s, list(info))
 
 
 def mla_attention(path: int, call: mla.MlaAttention) -> None:
-    """The kernel writes every row of `output` and `lse`: padding has rows of its own in the plan."""
+    """The kernel writes every row of `output` and `lse`: padding has rows of its own in the
+    plan."""
     if blank(call):
         return
-    q_nope, q_pe, latents, table, kv_scale = call.q_nope, call.q_pe, call.latent_pages, call.page_table, call.kv_scale
+    q_nope, q_pe, latents, table, kv_scale = (
+        call.q_nope,
+        call.q_pe,
+        call.latent_pages,
+        call.page_table,
+        call.kv_scale,
+    )
     output, lse = call.output, call.lse
-    s = Shape(q_nope.shape[0], table.shape[1], q_nope.shape[1], latents.shape[1], q_nope.dtype, call.causal and call.max_seqlen_q > 1)
+    s = Shape(
+        q_nope.shape[0],
+        table.shape[1],
+        q_nope.shape[1],
+        latents.shape[1],
+        q_nope.dtype,
+        call.causal and call.max_seqlen_q > 1,
+    )
     info = read_header(call, MAKER, s, path, NAMES, latents.shape[0])
     assert call.workspace is not None  # `read_header` looked
     ints, floats = cut("workspace", call.workspace, sizes_of(sm_count(table.device)), torch.uint8)
@@ -120,13 +178,33 @@ def mla_attention(path: int, call: mla.MlaAttention) -> None:
     if kv_scale is not None:
         # One launch a part: a product of its own would be float32, and a copy.
         q_nope, q_pe = (torch.mul(x, kv_scale, out=torch.empty_like(x)) for x in (q_nope, q_pe))
-    out = output if output.stride(2) == 1 else torch.empty_like(output, memory_format=torch.contiguous_format)
+    out = (
+        output
+        if output.stride(2) == 1
+        else torch.empty_like(output, memory_format=torch.contiguous_format)
+    )
     z = None if lse is None else gapless(lse)
     # MaskMode: 0 is all keys, 1 causal.
     load(path, q_nope.dtype, latents.dtype).run(
-        floats, ints, info, q_nope, q_pe, latents[..., :LATENT], latents[..., LATENT:], table.contiguous().view(-1), out, z, int(s.causal),
-        s.q_heads, s.page_size, call.scale, True, 1.0, 1.0, None,
-    )  # fmt: skip
+        floats,
+        ints,
+        info,
+        q_nope,
+        q_pe,
+        latents[..., :LATENT],
+        latents[..., LATENT:],
+        table.contiguous().view(-1),
+        out,
+        z,
+        int(s.causal),
+        s.q_heads,
+        s.page_size,
+        call.scale,
+        True,
+        1.0,
+        1.0,
+        None,
+    )
     if kv_scale is not None:
         torch.mul(out, kv_scale, out=output)
     elif out is not output:
@@ -137,10 +215,13 @@ def mla_attention(path: int, call: mla.MlaAttention) -> None:
 
 @functools.cache
 def load(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
-    """FlashInfer's module: built by nvcc at first use, then loaded from its cache on disk. Its last argument: no profiler."""
+    """FlashInfer's module: built by nvcc at first use, then loaded from its cache on disk. Its last
+    argument: no profiler."""
     from flashinfer.jit import gen_batch_mla_module
 
-    return gen_batch_mla_module(NAMES[path], dtype, kv_dtype, dtype, torch.int32, LATENT, ROPE, False).build_and_load()
+    return gen_batch_mla_module(
+        NAMES[path], dtype, kv_dtype, dtype, torch.int32, LATENT, ROPE, False
+    ).build_and_load()
 
 
 def plan_sizes(*, device: torch.device, **_: object) -> tuple[int, int]:
@@ -151,18 +232,28 @@ def plan_sizes(*, device: torch.device, **_: object) -> tuple[int, int]:
 
 NEEDS: tuple[Need, ...] = (
     *LATENTS,
-    # A causal tile that ends amid a query's heads drops that query's last key where it begins a tile of keys (floor against ceil).
+    # A causal tile that ends amid a query's heads drops that query's last key where it begins a
+    # tile of keys (floor against ceil).
     demand(
         "q_heads",
         f"a divisor of {TILE}, or {2 * TILE} (causal, more than one query a request)",
-        lambda p: not p.rules.causal or p.sizes.queries.hi in (0, 1) or TILE % p.q_heads == 0 or p.q_heads == 2 * TILE,
+        lambda p: (
+            not p.rules.causal
+            or p.sizes.queries.hi in (0, 1)
+            or TILE % p.q_heads == 0
+            or p.q_heads == 2 * TILE
+        ),
     ),
     demand(
         "kv_dtype",
         "the query's dtype (float8_e4m3fn for bfloat16 on sm90)",
         lambda p: p.kv_dtype == p.dtype or (p.dtype == torch.bfloat16 and p.target.arch == 90),
     ),
-    demand("kv_scales", "no (but of float8 latents)", lambda p: not p.pages.kv_scales or p.kv_dtype != p.dtype),
+    demand(
+        "kv_scales",
+        "no (but of float8 latents)",
+        lambda p: not p.pages.kv_scales or p.kv_dtype != p.dtype,
+    ),
     demand("lse", "no (over float8 latents)", lambda p: not p.results.lse or p.kv_dtype == p.dtype),
 )
 TAKES = frozenset({"kv_scale", "causal", "lse", "holes"})
@@ -174,11 +265,33 @@ for _path, _where, _cost_us, _about in (
 ):
     # NEVER: as in `flashinfer`, for Inductor's recorder of CUDA graphs would copy the plan.
     _kernel = functools.partial(
-        Kernel, f"flashinfer_mla_{NAMES[_path]}", dtypes=HALVES, kv_dtypes=(*HALVES, torch.float8_e4m3fn), packages=(PACKAGE,),
-        capture=Capture.NEVER, about=f"FlashInfer: MLA {_about}, planned by the host",
-    )  # fmt: skip
+        Kernel,
+        f"flashinfer_mla_{NAMES[_path]}",
+        dtypes=HALVES,
+        kv_dtypes=(*HALVES, torch.float8_e4m3fn),
+        packages=(PACKAGE,),
+        capture=Capture.NEVER,
+        about=f"FlashInfer: MLA {_about}, planned by the host",
+    )
     _us: Callable[[Problem], float] = functools.partial(lambda path, p: 700.0 + path, _path)
     _plan = functools.partial(plan_mla_attention, _path)
-    register(_kernel("plan_mla_attention", _plan, needs=(_where, *NEEDS), cost_us=_us, plan=Plan(sizes=plan_sizes)))
+    register(
+        _kernel(
+            "plan_mla_attention",
+            _plan,
+            needs=(_where, *NEEDS),
+            cost_us=_us,
+            plan=Plan(sizes=plan_sizes),
+        )
+    )
     _run, _needs = functools.partial(mla_attention, _path), (_where, *NEEDS, host_plan(MAKER))
-    register(_kernel("mla_attention", _run, takes=TAKES, needs=_needs, cost_us=_cost_us, tolerance=Tolerance(rounded_sums=_path == FA2)))
+    register(
+        _kernel(
+            "mla_attention",
+            _run,
+            takes=TAKES,
+            needs=_needs,
+            cost_us=_cost_us,
+            tolerance=Tolerance(rounded_sums=_path == FA2),
+        )
+    )

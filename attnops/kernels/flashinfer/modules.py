@@ -1,11 +1,12 @@
 """The FlashInfer package: its own requirements, and the numbers and JIT modules of its attention.
 
-Importing the package makes a folder for compiled modules and asks every GPU for its capability, which initialises CUDA. So attnops
-imports it at the first call of a kernel, when a CUDA tensor is at hand. FlashInfer compiles each module at its first use, with nvcc: once,
-before any capture.
+Importing the package makes a folder for compiled modules and asks every GPU for its capability,
+which initialises CUDA. So attnops imports it at the first call of a kernel, when a CUDA tensor is
+at hand. FlashInfer compiles each module at its first use, with nvcc: once, before any capture.
 
-FlashInfer's wrapper classes hold buffers and the last plan; the modules under them are stateless, so those are used. Plans are made in
-its CUDA-graph mode: for the same sizes every plan has the same ints, hence the same launch, and only the workspace's contents change.
+FlashInfer's wrapper classes hold buffers and the last plan; the modules under them are stateless,
+so those are used. Plans are made in its CUDA-graph mode: for the same sizes every plan has the same
+ints, hence the same launch, and only the workspace's contents change.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ HALVES = (torch.float16, torch.bfloat16)
 I32 = torch.int32
 
 DECODE, FA2, FA3 = 1, 2, 3
-"""Paths: CUDA cores, tensor cores of SM80 and later with the heads of a group as rows, warp groups of SM90."""
+"""Paths: CUDA cores, tensor cores of SM80 and later with the heads of a group as rows, warp groups
+of SM90."""
 NAMES = {DECODE: "decode", FA2: "fa2", FA3: "fa3"}
 NHD, LN2 = 0, log(2.0)
 
@@ -47,17 +49,25 @@ def missing(target: Target) -> Refusal | None:
 
 
 def no_compiler(target: Target) -> Refusal | None:
-    """A probe: FlashInfer builds its modules with nvcc and ninja at first use, unless a package of built ones is there."""
+    """A probe: FlashInfer builds its modules with nvcc and ninja at first use, unless a package of
+    built ones is there."""
     if target.assume is not None or find_spec("flashinfer_jit_cache") is not None:
         return None
-    absent = [name for name in ("nvcc", "ninja") if shutil.which(name) is None and not Path(CUDA, name).exists()]
+    absent = [
+        name
+        for name in ("nvcc", "ninja")
+        if shutil.which(name) is None and not Path(CUDA, name).exists()
+    ]
     want = f"nvcc and ninja on PATH (or nvcc in {CUDA}), or flashinfer-jit-cache"
-    return Refusal("package", f"flashinfer without {' and '.join(absent)}", want) if absent else None
+    return (
+        Refusal("package", f"flashinfer without {' and '.join(absent)}", want) if absent else None
+    )
 
 
 @functools.cache
 def module(name: str) -> Any:
-    """`flashinfer.<name>`. Raises OSError, which names the variable to set, where its folder cannot be made."""
+    """`flashinfer.<name>`. Raises OSError, which names the variable to set, where its folder cannot
+    be made."""
     try:
         return importlib.import_module(f"flashinfer.{name}")
     except OSError as error:
@@ -70,14 +80,14 @@ def gapless(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# The numbers of a call ------------------------------------------------------------------------------------------------
+# The numbers of a call ----------------------------------------------------------------------------
 
 
 class Shape(NamedTuple):
     """The numbers of a call that its plan depends on, but for its lengths.
 
-    decode: no request has more than one query. causal: False for a decode, whose query sees every key either way.
-    Packed calls have no pages: their page_size is 1 and max_pages 0.
+    decode: no request has more than one query. causal: False for a decode, whose query sees every
+    key either way. Packed calls have no pages: their page_size is 1 and max_pages 0.
     """
 
     num_tokens: int
@@ -98,19 +108,51 @@ class Shape(NamedTuple):
 
     @classmethod
     def of_layer(cls, call: paged.PagedAttention) -> Shape:
-        (tokens, q_heads, head_dim), (_, page_size, kv_heads, v_head_dim) = call.query.shape, call.v_pages.shape
+        (tokens, q_heads, head_dim), (_, page_size, kv_heads, v_head_dim) = (
+            call.query.shape,
+            call.v_pages.shape,
+        )
         numbers = (q_heads, kv_heads, head_dim, v_head_dim, page_size, call.query.dtype)
         return cls._over_pages(call, tokens, numbers, call.softcap > 0, call.sinks is not None)
 
     @classmethod
     def of_plan(cls, call: plan.PlanPagedAttention) -> Shape:
-        numbers = (call.q_heads, call.kv_heads, call.head_dim, call.v_head_dim, call.page_size, getattr(torch, call.dtype))
+        numbers = (
+            call.q_heads,
+            call.kv_heads,
+            call.head_dim,
+            call.v_head_dim,
+            call.page_size,
+            getattr(torch, call.dtype),
+        )
         return cls._over_pages(call, call.num_tokens, numbers, call.softcap, call.sinks)
 
     @classmethod
-    def _over_pages(cls, call: Any, tokens: int, numbers: tuple[int, int, int, int, int, torch.dtype], softcap: bool, sinks: bool) -> Shape:
-        (requests, pages), decode, steady = call.page_table.shape, call.max_seqlen_q <= 1, deterministic(call.policy)
-        return cls(tokens, requests, pages, *numbers, decode, call.causal and not decode, call.window_left, softcap, sinks, steady)
+    def _over_pages(
+        cls,
+        call: Any,
+        tokens: int,
+        numbers: tuple[int, int, int, int, int, torch.dtype],
+        softcap: bool,
+        sinks: bool,
+    ) -> Shape:
+        (requests, pages), decode, steady = (
+            call.page_table.shape,
+            call.max_seqlen_q <= 1,
+            deterministic(call.policy),
+        )
+        return cls(
+            tokens,
+            requests,
+            pages,
+            *numbers,
+            decode,
+            call.causal and not decode,
+            call.window_left,
+            softcap,
+            sinks,
+            steady,
+        )
 
     @property
     def group(self) -> int:
@@ -119,18 +161,23 @@ class Shape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Requests as FlashInfer sees them: the tokens when decoding, else the requests and one more that owns the padding."""
+        """Requests as FlashInfer sees them: the tokens when decoding, else the requests and one
+        more that owns the padding."""
         return self.num_tokens if self.decode else self.requests + 1
 
     @property
     def total_rows(self) -> int:
-        """The rows that FA2's planner is given. Deterministic: so many that its tile is the same for any batch."""
+        """The rows that FA2's planner is given. Deterministic: so many that its tile is the same
+        for any batch."""
         return max(self.num_tokens, self.rows + 128) if self.deterministic else self.num_tokens
 
     @property
     def tile_q(self) -> int:
-        """FlashInfer's FA2DetermineCtaTileQ for the plans made here (utils.cuh; on SM80 and later)."""
-        rows = self.group * (1 if self.decode and not self.deterministic else max(self.total_rows - self.rows + 1, 1))
+        """FlashInfer's FA2DetermineCtaTileQ for the plans made here (utils.cuh; on SM80 and
+        later)."""
+        rows = self.group * (
+            1 if self.decode and not self.deterministic else max(self.total_rows - self.rows + 1, 1)
+        )
         if rows > 64 and self.v_head_dim < 256:
             return 128
         return 64 if rows > 16 else 16
@@ -139,11 +186,14 @@ class Shape(NamedTuple):
 def path_of(s: Shape, arch: int, max_seqlen_q: int) -> int:
     """Which of FlashInfer's kernels: a function of numbers that do not change between steps.
 
-    A decode takes tensor cores from four query heads a key head on (the bound SGLang uses), where they are filled; FA3 does not pack a
-    group's heads, so a few queries are FA2's too. Deterministic calls take one path whatever their longest request.
+    A decode takes tensor cores from four query heads a key head on (the bound SGLang uses), where
+    they are filled; FA3 does not pack a group's heads, so a few queries are FA2's too.
+    Deterministic calls take one path whatever their longest request.
     """
     dims = (s.head_dim, s.v_head_dim)
-    fa3 = arch == 90 and (dims in ((64, 64), (128, 128), (256, 256)) or (dims == (192, 128) and s.max_pages == 0))
+    fa3 = arch == 90 and (
+        dims in ((64, 64), (128, 128), (256, 256)) or (dims == (192, 128) and s.max_pages == 0)
+    )
     if not s.deterministic:
         if s.decode and s.group < 4 and s.head_dim == s.v_head_dim and not s.sinks:
             return DECODE
@@ -155,30 +205,51 @@ def path_of(s: Shape, arch: int, max_seqlen_q: int) -> int:
 @functools.cache
 def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors of `device`; off CUDA, where only stand-ins run, a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 8
+    )
 
 
 def whole_keys(s: Shape, sms: int) -> bool:
-    """FA2 shall not split the keys: the tiles fill the GPU as they are, or the order of summation must not depend on the batch."""
-    tiles = s.rows * -(-s.group // s.tile_q) if s.decode else -(-s.num_tokens * s.group // s.tile_q) + s.rows - 1
+    """FA2 shall not split the keys: the tiles fill the GPU as they are, or the order of summation
+    must not depend on the batch."""
+    tiles = (
+        s.rows * -(-s.group // s.tile_q)
+        if s.decode
+        else -(-s.num_tokens * s.group // s.tile_q) + s.rows - 1
+    )
     return s.deterministic or tiles >= 2 * sms // s.kv_heads
 
 
 def scratch(s: Shape, path: int, sms: int) -> tuple[int, int]:
-    """Upper bounds of the bytes that scheduler.cuh takes from (int workspace, float workspace), paddings included."""
+    """Upper bounds of the bytes that scheduler.cuh takes from (int workspace, float workspace),
+    paddings included."""
     if path == DECODE:
-        blocks = max(16 * sms // s.kv_heads, s.rows)  # at most 16 blocks of 128 threads a multiprocessor
+        blocks = max(
+            16 * sms // s.kv_heads, s.rows
+        )  # at most 16 blocks of 128 threads a multiprocessor
         return 13 * blocks + 512, 16 * sms // s.kv_heads * s.q_heads * (s.v_head_dim + 1) * 4 + 512
     if path == FA3:
         works = -(-s.num_tokens // 128) + s.rows
         return 28 * max(works, min(works, 4096) * s.q_heads) + 4 * sms + 1024, 16
-    tiles = max(2 * sms // s.kv_heads, -(-s.total_rows * s.group // 16) + s.rows * -(-s.group // 16))
-    partial = 0 if whole_keys(s, sms) else -(-2 * sms // s.kv_heads * max(s.tile_q, 64) // s.group) + s.rows
-    return 13 * tiles + 4 * (s.rows + s.total_rows) + 1024, partial * s.q_heads * (s.v_head_dim + 1) * 4 + 512
+    tiles = max(
+        2 * sms // s.kv_heads, -(-s.total_rows * s.group // 16) + s.rows * -(-s.group // 16)
+    )
+    partial = (
+        0
+        if whole_keys(s, sms)
+        else -(-2 * sms // s.kv_heads * max(s.tile_q, 64) // s.group) + s.rows
+    )
+    return 13 * tiles + 4 * (s.rows + s.total_rows) + 1024, partial * s.q_heads * (
+        s.v_head_dim + 1
+    ) * 4 + 512
 
 
 class Places(NamedTuple):
-    """The pieces of a workspace, int32: three tables side by side, a gap, the page ids, and two that FlashInfer writes."""
+    """The pieces of a workspace, int32: three tables side by side, a gap, the page ids, and two
+    that FlashInfer writes."""
 
     starts: Tensor
     page_starts: Tensor
@@ -193,14 +264,19 @@ def sizes_of(s: Shape, path: int, sms: int) -> tuple[int, ...]:
     """The int32 numbers of each piece, each piece of FlashInfer's aligned."""
     tables = 3 * s.rows + 2
     ends = (s.rows + 1, s.rows + 1, s.rows, padded(tables, I32) - tables)
-    return *ends, padded(s.requests * s.max_pages, I32), *(padded(-(-size // 4), I32) for size in scratch(s, path, sms))
+    return (
+        *ends,
+        padded(s.requests * s.max_pages, I32),
+        *(padded(-(-size // 4), I32) for size in scratch(s, path, sms)),
+    )
 
 
-# The modules ----------------------------------------------------------------------------------------------------------
+# The modules --------------------------------------------------------------------------------------
 
 
 class Module(NamedTuple):
-    """The numbers that tell FlashInfer's modules apart, written path:dtype:head_dim[xv_head_dim][:window][:softcap][:sinks]."""
+    """The numbers that tell FlashInfer's modules apart, written
+    path:dtype:head_dim[xv_head_dim][:window][:softcap][:sinks]."""
 
     path: int
     dtype: torch.dtype
@@ -215,7 +291,9 @@ class Module(NamedTuple):
         return cls(path, s.dtype, s.head_dim, s.v_head_dim, s.window_left >= 0, s.softcap, s.sinks)
 
     def __str__(self) -> str:
-        dims = str(self.head_dim) + (f"x{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
+        dims = str(self.head_dim) + (
+            f"x{self.v_head_dim}" if self.v_head_dim != self.head_dim else ""
+        )
         flags = [f for f in self._fields[4:] if getattr(self, f)]
         return ":".join([NAMES[self.path], str(self.dtype).removeprefix("torch."), dims, *flags])
 
@@ -227,7 +305,9 @@ def load(m: Module) -> Any:
     if m.sinks:
         from flashinfer.jit.attention.modules import gen_batch_prefill_attention_sink_module
 
-        return gen_batch_prefill_attention_sink_module(NAMES[m.path], *types, m.window).build_and_load()
+        return gen_batch_prefill_attention_sink_module(
+            NAMES[m.path], *types, m.window
+        ).build_and_load()
     if m.path == DECODE:
         from flashinfer.decode import get_batch_decode_module
 
@@ -238,7 +318,8 @@ def load(m: Module) -> Any:
 
 
 def load_paged(m: Module) -> Any:
-    """`load`, and load the variant for unlike strides of keys and values now: its first call may be in a capture."""
+    """`load`, and load the variant for unlike strides of keys and values now: its first call may be
+    in a capture."""
     found = load(m)
     if m.path == FA2 and m.head_dim != m.v_head_dim and not m.sinks:
         found.prewarm_paged_kv_stride_variant()
@@ -248,8 +329,9 @@ def load_paged(m: Module) -> Any:
 class Layout(NamedTuple):
     """A call's shape and path, and the facts that follow from them.
 
-    sizes: of `Places`. overlap: a kernel may begin while the one before it ends (programmatic dependent launch), as FlashInfer's
-    wrappers launch them from SM90 on; the merge of split keys begins 1 to 2 us sooner.
+    sizes: of `Places`. overlap: a kernel may begin while the one before it ends (programmatic
+    dependent launch), as FlashInfer's wrappers launch them from SM90 on; the merge of split keys
+    begins 1 to 2 us sooner.
     """
 
     shape: Shape
@@ -267,22 +349,66 @@ def layout_of(device: torch.device, arch: int, max_seqlen_q: int, s: Shape) -> L
     return Layout(s, path, Module.of(s, path), sms, sizes_of(s, path, sms), arch >= 90)
 
 
-def run(c: Layout, at: Places, ints: list[int], call: Any, tensors: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor | None) -> None:
+def run(
+    c: Layout,
+    at: Places,
+    ints: list[int],
+    call: Any,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
     """A call's kernel on (query, key, value), pages or packed. lse: base 2, written in place."""
     s, found, pages = c.shape, load(c.module), (at.page_starts, at.indices, at.last)
     given: tuple[Any, ...]
     if c.path == DECODE:
-        given = (*tensors, *pages, out, lse, NHD, s.window_left, c.overlap, None, call.softcap, call.scale, 1.0, 1e4)
+        given = (
+            *tensors,
+            *pages,
+            out,
+            lse,
+            NHD,
+            s.window_left,
+            c.overlap,
+            None,
+            call.softcap,
+            call.scale,
+            1.0,
+            1e4,
+        )
         found.run(at.floats, at.ints, ints, *given)
         return
     paged = s.max_pages > 0
     tables = (at.starts, *(pages if paged else pages[:1]))
     # FlashInfer's MaskMode: 0 is all keys, 1 causal.
-    given = (at.floats, at.ints, ints, *tensors, *tables, out, lse, int(s.causal), NHD, s.window_left, c.overlap)
+    given = (
+        at.floats,
+        at.ints,
+        ints,
+        *tensors,
+        *tables,
+        out,
+        lse,
+        int(s.causal),
+        NHD,
+        s.window_left,
+        c.overlap,
+    )
     if call.sinks is not None:
         given += (call.sinks.detach().float().contiguous(), call.scale)
     elif paged:
-        given += (*(None,) * 6, call.softcap, call.scale, None, None, None, 1.0, 1e4, 0, at.floats.nbytes)
+        given += (
+            *(None,) * 6,
+            call.softcap,
+            call.scale,
+            None,
+            None,
+            None,
+            1.0,
+            1e4,
+            0,
+            at.floats.nbytes,
+        )
     else:
         given += (*(None,) * 6, call.softcap, call.scale, 1.0, 1e4, 0)
     (found.paged_run if paged else found.ragged_run)(*given)

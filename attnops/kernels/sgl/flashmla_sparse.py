@@ -1,9 +1,11 @@
-"""`flashmla` of `sparse_mla_attention`: FlashMLA's sparse attention (see sources.py), for latents of 512 + 64.
+"""`flashmla` of `sparse_mla_attention`: FlashMLA's sparse attention (see sources.py), for latents
+of 512 + 64.
 
-Which of two raw ops answers follows from the layout of the latents, not from decode or prefill: `sparse_decode_fwd` reads the pages of
-656 bytes a token and splits a token's keys among SMs, `sparse_prefill_fwd` reads bfloat16 and gives a token to one SM for every 64 heads.
-Neither takes an output, so that there is always one copy; queries in one piece of 64 or 128 heads, and lists of whole tiles, cost no
-other. It never ran here on an SM100 device.
+Which of two raw ops answers follows from the layout of the latents, not from decode or prefill:
+`sparse_decode_fwd` reads the pages of 656 bytes a token and splits a token's keys among SMs,
+`sparse_prefill_fwd` reads bfloat16 and gives a token to one SM for every 64 heads. Neither takes an
+output, so that there is always one copy; queries in one piece of 64 or 128 heads, and lists of
+whole tiles, cost no other. It never ran here on an SM100 device.
 """
 
 from __future__ import annotations
@@ -30,22 +32,35 @@ PACKED_TILE, PLAIN_TILE = 64, 128
 """Lists are whole tiles: an assertion in the kernels."""
 LARGEST = 2**31 - 1
 MOST_TOKENS = 512
-"""Tokens of one `sparse_decode_fwd`. It makes a float32 output a token and head for splits that there may be, used or not."""
+"""Tokens of one `sparse_decode_fwd`. It makes a float32 output a token and head for splits that
+there may be, used or not."""
 
 
 def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
     """Raises InvalidInput when `latent_pages` does not start at a multiple of 16 bytes.
 
-    `sparse_decode_fwd` takes slots of pages that lie apart. `sparse_prefill_fwd` knows no pages: it counts the rows between them, too.
+    `sparse_decode_fwd` takes slots of pages that lie apart. `sparse_prefill_fwd` knows no pages: it
+    counts the rows between them, too.
     """
-    pages, indices, sinks, scale, output, lse = call.latent_pages, call.indices, call.sinks, call.scale, call.output, call.lse
+    pages, indices, sinks, scale, output, lse = (
+        call.latent_pages,
+        call.indices,
+        call.sinks,
+        call.scale,
+        call.output,
+        call.lse,
+    )
     if not (output.numel() and indices.numel() and pages.numel()):
         see_nothing(output, lse)
         if lse is not None and sinks is not None:
             lse.copy_(sinks)
         return
     if pages.data_ptr() % PACK:
-        raise InvalidInput("latent_pages.data_ptr()", pages.data_ptr(), "a multiple of 16: rows are loaded 16 bytes at a time")
+        raise InvalidInput(
+            "latent_pages.data_ptr()",
+            pages.data_ptr(),
+            "a multiple of 16: rows are loaded 16 bytes at a time",
+        )
     tokens, have, _ = call.q_nope.shape
     heads = next(h for h in HEADS if h >= have)
     query = _query(call.q_nope, call.q_pe, heads)
@@ -53,19 +68,41 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
         # The logits of unseen latents are -inf before the kernels multiply by the scale.
         query, scale = query * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     logits = None if sinks is None else sinks.float()
-    sinks = None if logits is None else logits.contiguous() if heads == have else pad(logits, (0, heads - have))
+    sinks = (
+        None
+        if logits is None
+        else logits.contiguous()
+        if heads == have
+        else pad(logits, (0, heads - have))
+    )
     quantised = pages.dtype == torch.uint8
     every, apart = (pages, pages.shape[1]) if quantised else _every_row(pages)
     step = MOST_TOKENS if quantised else tokens
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
         # Every token is a request of one query. The lse of no key is +inf, and sinks are not in it.
-        q, lists, length = query[rows], indices[rows], None if call.topk_length is None else call.topk_length[rows]
+        q, lists, length = (
+            query[rows],
+            indices[rows],
+            None if call.topk_length is None else call.topk_length[rows],
+        )
         if quantised:
-            # The kernel asserts that it is given no lengths for these pages: entries past them become -1.
+            # The kernel asserts that it is given no lengths for these pages: entries past them
+            # become -1.
             lists = _lists(lists, length, pages, PACKED_TILE, call.holes, apart)
             out, z, _, _ = sources.op("sparse_decode_fwd")(
-                q[:, None], pages[:, :, None], lists[:, None], None, sinks, None, None, None, None, None, LATENT, scale
+                q[:, None],
+                pages[:, :, None],
+                lists[:, None],
+                None,
+                sinks,
+                None,
+                None,
+                None,
+                None,
+                None,
+                LATENT,
+                scale,
             )
             out, z = out[:, 0], z[:, :, 0]
         else:
@@ -76,7 +113,9 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
         output[rows].copy_(out[:, :have])
         if lse is not None:
             base = math.e if quantised else sources.source().lse_base
-            _write_lse(lse[rows], z[:, :have] if base == math.e else z[:, :have] * math.log(base), logits)
+            _write_lse(
+                lse[rows], z[:, :have] if base == math.e else z[:, :have] * math.log(base), logits
+            )
 
 
 def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
@@ -93,7 +132,8 @@ def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
 
 
 def _every_row(pages: Tensor) -> tuple[Tensor, int]:
-    """(`[rows, D]` from the first page's first row to the last page's last, the rows from one page's start to the next one's)."""
+    """(`[rows, D]` from the first page's first row to the last page's last, the rows from one
+    page's start to the next one's)."""
     count, page, width = pages.shape
     apart = page if count == 1 else pages.stride(0) // width
     if apart == page:
@@ -109,7 +149,8 @@ def _lists(
     holes: bool,
     apart: int,
 ) -> Tensor:
-    """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for entries that are no slot: one launch.
+    """The lists in whole tiles, with -1 past their lengths and, if there may be `holes`, for
+    entries that are no slot: one launch.
 
     apart: rows from one page's start to the next one's, by which slots are counted.
     """
@@ -132,7 +173,11 @@ def _lists(
     if indices.shape[1] % tile:
         return pad(indices, (0, -indices.shape[1] % tile), value=-1)
     # They are loaded up to 32 bytes at a time.
-    return indices if indices.is_contiguous() and indices.data_ptr() % 32 == 0 else indices.clone(memory_format=torch.contiguous_format)
+    return (
+        indices
+        if indices.is_contiguous() and indices.data_ptr() % 32 == 0
+        else indices.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _write_lse(lse: Tensor, z: Tensor, sinks: Tensor | None) -> None:
@@ -143,9 +188,11 @@ def _write_lse(lse: Tensor, z: Tensor, sinks: Tensor | None) -> None:
 
 
 def _cost_us(p: Problem) -> float:
-    """The larger of the latents' bytes over the bandwidth and the products over the throughput it may reach on SM90.
+    """The larger of the latents' bytes over the bandwidth and the products over the throughput it
+    may reach on SM90.
 
-    bfloat16 latents: a wave of as many tokens as there are SMs costs the same whether it is full or not.
+    bfloat16 latents: a wave of as many tokens as there are SMs costs the same whether it is full or
+    not.
     """
     blocks = max(p.sizes.tokens.hint, 1) * (1 if p.q_heads <= HEADS[0] else 2)
     quantised = p.kv_dtype == torch.uint8
@@ -156,13 +203,26 @@ def _cost_us(p: Problem) -> float:
     )
 
 
-# A token of bfloat16 latents has blocks of its own. How the keys of byte pages are split follows from the whole batch.
+# A token of bfloat16 latents has blocks of its own. How the keys of byte pages are split follows
+# from the whole batch.
 UNSPLIT = demand("kv_dtype", "bfloat16 (policy.deterministic)", lambda p: p.kv_dtype != torch.uint8)
 register(
     Kernel(
-        "flashmla", "sparse_mla_attention", sparse_mla_attention, takes=frozenset({"topk_length", "sinks", "lse", "holes"}),
-        dtypes=(torch.bfloat16,), kv_dtypes=(torch.bfloat16, torch.uint8),
-        needs=(arch(90, 100), *LATENTS, at_most("q_heads", HEADS[-1]), one_of("pages_in_rows", True)), packages=(sources.PACKAGE,),
-        cost_us=_cost_us, invariant=Invariant((UNSPLIT,)), about="FlashMLA sparse attention: packed or bfloat16 latents",
+        "flashmla",
+        "sparse_mla_attention",
+        sparse_mla_attention,
+        takes=frozenset({"topk_length", "sinks", "lse", "holes"}),
+        dtypes=(torch.bfloat16,),
+        kv_dtypes=(torch.bfloat16, torch.uint8),
+        needs=(
+            arch(90, 100),
+            *LATENTS,
+            at_most("q_heads", HEADS[-1]),
+            one_of("pages_in_rows", True),
+        ),
+        packages=(sources.PACKAGE,),
+        cost_us=_cost_us,
+        invariant=Invariant((UNSPLIT,)),
+        about="FlashMLA sparse attention: packed or bfloat16 latents",
     )
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""The sgl_kernel wheel seen from outside: which files it has, and its libraries loaded one by one, without importing the package.
+"""The sgl_kernel wheel seen from outside: which files it has, and its libraries loaded one by one,
+without importing the package.
 
 Importing sgl_kernel initialises CUDA and loads more than one op needs.
 """
@@ -22,15 +23,23 @@ OLDEST = "0.3.18"
 DROPPED = "0.4.7"
 """The first wheel without CUTLASS MLA and without vertical-slash attention."""
 WHEELS = {"2.11": ("0.4.2", "0.4.6.post1"), "2.13": ("0.4.6.post1", "0.4.9"), "2.14": ("0.4.9", "")}
-"""By minor version of torch, the first wheel built for it and the first that no longer is. torch 2.12 and 2.15 have none. From 0.4.7 on a
-wheel pins its torch exactly, and pip would replace the one that is installed."""
+"""By minor version of torch, the first wheel built for it and the first that no longer is. torch
+2.12 and 2.15 have none. From 0.4.7 on a wheel pins its torch exactly, and pip would replace the one
+that is installed."""
 UNKNOWN = "0.4.11"
 """Wheels from this version on were not looked into."""
 
 
 def package(at_least: str = OLDEST, below: str = "", holds: str = "") -> Package:
     """The wheel in the versions that have the op `holds`, under either of its names."""
-    return Package("sgl_kernel", DISTS, at_least, install=hint(torch.__version__, at_least, below), below=below, holds=holds)
+    return Package(
+        "sgl_kernel",
+        DISTS,
+        at_least,
+        install=hint(torch.__version__, at_least, below),
+        below=below,
+        holds=holds,
+    )
 
 
 def minor_of(torch_version: str) -> str:
@@ -43,11 +52,15 @@ def built_for(version: str) -> str | None:
     """The minor version of torch that this wheel is built for; None where it is not known."""
     if within(version, UNKNOWN, ""):
         return None
-    return next((minor for minor, (first, end) in WHEELS.items() if within(version, first, end)), "before 2.11")
+    return next(
+        (minor for minor, (first, end) in WHEELS.items() if within(version, first, end)),
+        "before 2.11",
+    )
 
 
 def hint(torch_version: str, at_least: str = "", below: str = "") -> str:
-    """The command that installs a wheel within the bounds for this torch, and leaves torch as it is."""
+    """The command that installs a wheel within the bounds for this torch, and leaves torch as it
+    is."""
     minor = minor_of(torch_version)
     if minor not in WHEELS:
         return f"a torch that sglang-kernel has wheels for ({', '.join(WHEELS)}), not {minor}"
@@ -55,12 +68,16 @@ def hint(torch_version: str, at_least: str = "", below: str = "") -> str:
     first = oldest if within(oldest, at_least, "") else at_least
     end = below if below and (not end or within(below, "", end)) else end
     if not within(first, "", end):
-        return f"another torch: its wheels for torch {minor} start at {oldest}, and this was dropped in {below}"
+        return (
+            f"another torch: its wheels for torch {minor} start at {oldest}, and this was "
+            f"dropped in {below}"
+        )
     return f"pip install --no-deps '{DISTS[0]}>={first}{f',<{end}' if end else ''}'"
 
 
 def common_ops(target: Target) -> str:
-    """The file of the ops that have no library of their own: the wheel has one build for SM90 and one for every other GPU."""
+    """The file of the ops that have no library of their own: the wheel has one build for SM90 and
+    one for every other GPU."""
     return f"{'sm90' if target.arch == 90 else 'sm100'}/common_ops.*"
 
 
@@ -75,7 +92,8 @@ def library(pattern: str, module: str = "sgl_kernel") -> Path | None:
 
 
 def lacks(target: Target, pattern: str) -> Refusal | None:
-    """A probe: the wheel may be installed without this library (a CPU build, a wheel cut down), or be built for another torch."""
+    """A probe: the wheel may be installed without this library (a CPU build, a wheel cut down), or
+    be built for another torch."""
     if target.assume is not None:
         return None
     if library(pattern) is None:
@@ -85,24 +103,34 @@ def lacks(target: Target, pattern: str) -> Refusal | None:
 
 
 def misfit() -> str | None:
-    """Why the installed wheel does not go with this torch, by its version; None where it does, or its version says nothing."""
+    """Why the installed wheel does not go with this torch, by its version; None where it does, or
+    its version says nothing."""
     version = package().version()
     built = None if version is None else built_for(version)
-    return None if built in (None, minor_of(torch.__version__)) else f"{version}, which torch {built} loads"
+    return (
+        None
+        if built in (None, minor_of(torch.__version__))
+        else f"{version}, which torch {built} loads"
+    )
 
 
 def op(name: str, pattern: str) -> Any:
-    """`torch.ops.sgl_kernel.<name>`, from the library that fits `pattern`. Raises OSError when it does not load."""
+    """`torch.ops.sgl_kernel.<name>`, from the library that fits `pattern`. Raises OSError when it
+    does not load."""
     load(name, pattern)
     return getattr(torch.ops.sgl_kernel, name)
 
 
 @functools.cache
 def load(op: str, pattern: str) -> None:
-    """Make `torch.ops.sgl_kernel.<op>` exist. Raises OSError, with the loader's cause, when the library does not load."""
+    """Make `torch.ops.sgl_kernel.<op>` exist. Raises OSError, with the loader's cause, when the
+    library does not load."""
     if hasattr(torch.ops.sgl_kernel, op):
         return
     path = library(pattern)
     if path is None:
-        raise OSError(f"sgl_kernel: got no file {pattern}, want the wheel that was there when the kernel was chosen")
+        raise OSError(
+            f"sgl_kernel: got no file {pattern}, want the wheel that was there when the kernel "
+            "was chosen"
+        )
     torch.ops.load_library(str(path))

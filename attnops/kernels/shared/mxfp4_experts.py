@@ -1,4 +1,5 @@
-"""What kernels of several backends take and cost, of the experts of a mixture with weights of MXFP4."""
+"""What kernels of several backends take and cost, of the experts of a mixture with weights of
+MXFP4."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Some requests of a call by themselves, and the results of such parts joined: by the layouts of the op's record.
+"""Some requests of a call by themselves, and the results of such parts joined: by the layouts of
+the op's record.
 
-A dim of a CUDA grid but the first has at most 65,535 programs. Vendors' kernels hold requests in one.
+A dim of a CUDA grid but the first has at most 65,535 programs. Vendors' kernels hold requests in
+one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from attnops.core.record import Result, changed, sizes_of
 
 Run = Callable[[Any], Any]
 Rows = dict[str, slice]
-"""A part's rows of the tensors whose first dimension has the name: tokens `T`, keys `N`, requests `B`."""
+"""A part's rows of the tensors whose first dimension has the name: tokens `T`, keys `N`, requests
+`B`."""
 
 GRID = 65_535
 """Programs of such a dim."""
@@ -59,18 +62,26 @@ def _joined(call: Any, result: Result, parts: list[tuple[Rows, Tensor]]) -> Tens
     like, first = getattr(call, result.like, None), parts[0][1]
     if result.when and not getattr(call, result.when):
         return first
-    name, size = rows_named(call.spec[result.like].dims if result.like else str(result.dims)), sizes_of(call)
+    name, size = (
+        rows_named(call.spec[result.like].dims if result.like else str(result.dims)),
+        sizes_of(call),
+    )
     if name not in parts[0][0] or (like is not None and like.shape[0] != size[name]):
         stacked = torch.stack([part for _, part in parts])
-        return stacked.sum(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
-    whole = first.new_full((size[name], *first.shape[1:]), float("-inf") if result.name == "lse" else 0.0)
+        return stacked.sum(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(
+            stacked.dtype
+        )
+    whole = first.new_full(
+        (size[name], *first.shape[1:]), float("-inf") if result.name == "lse" else 0.0
+    )
     for rows, part in parts:
         whole[rows[name]] = part
     return whole
 
 
 def turns_of(call: Any, name: str, at_once: int) -> Iterator[tuple[Rows, Any]]:
-    """Rows and call of every part with at most `at_once` of the rows that the layouts call `name`."""
+    """Rows and call of every part with at most `at_once` of the rows that the layouts call
+    `name`."""
     size = sizes_of(call)[name]
     for first in range(0, size, at_once):
         rows = {name: slice(first, min(first + at_once, size))}
@@ -122,8 +133,11 @@ def _between(call: Any, first: int, end: int) -> Any:
     return changed(call, **lengths)
 
 
-def _rows_before(call: Any, end: int, i: int, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Tensor:
-    """Result i of `wholes`, with those rows of `parts` that come before the rows of request `end`."""
+def _rows_before(
+    call: Any, end: int, i: int, parts: Sequence[Tensor], wholes: Sequence[Tensor]
+) -> Tensor:
+    """Result i of `wholes`, with those rows of `parts` that come before the rows of request
+    `end`."""
     result, part, whole = call.spec.results[i], parts[i], wholes[i]
     dims = call.spec[result.like].layout if result.like else layout_of(str(result.dims))
     cu_seqlens = {"T": call.cu_seqlens_q, "N": call.cu_seqlens_k}.get(dims[0].text)

@@ -1,12 +1,14 @@
-"""Plans made by the host: the header that names a plan's kernel and call, and how a buffer is cut up.
+"""Plans made by the host: the header that names a plan's kernel and call, and how a buffer is cut
+up.
 
 A plan is an int64 tensor on the CPU. Its first HEADER numbers are
 
     MAGIC, path, number of fields, number of ints, pages of the pool, the fields, the ints
 
-where `path` is the maker's own number for the kernel it planned for (never 0), the fields are the call the plan was made for, and the
-ints are those that the foreign planner returned. The pages are `holes.UNKNOWN` where the maker was given none. The maker's staging
-memory follows the header. A plan of zeros is no plan.
+where `path` is the maker's own number for the kernel it planned for (never 0), the fields are the
+call the plan was made for, and the ints are those that the foreign planner returned. The pages are
+`holes.UNKNOWN` where the maker was given none. The maker's staging memory follows the header. A
+plan of zeros is no plan.
 """
 
 from __future__ import annotations
@@ -35,16 +37,27 @@ def whole_table(call: Any, num_pages: int, page_size: int) -> tuple[Tensor, Tens
     """The page table and the lengths of a call without holes, from which its plan is made."""
     left = getattr(call, "window_left", -1)
     return torch.ops.attnops.named_pages.default(  # type: ignore[no-any-return]
-        call.page_table, call.seq_lens, call.cu_seqlens_q, num_pages=num_pages, page_size=page_size, squeeze=left < 0, window_left=left
+        call.page_table,
+        call.seq_lens,
+        call.cu_seqlens_q,
+        num_pages=num_pages,
+        page_size=page_size,
+        squeeze=left < 0,
+        window_left=left,
     )
 
 
 def host_lengths(call: Any, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-    """(`seq_lens`, cu_seqlens_q) of a plan op's call on the CPU. The copy waits for the stream, once a step.
+    """(`seq_lens`, cu_seqlens_q) of a plan op's call on the CPU. The copy waits for the stream,
+    once a step.
 
     Raises InvalidInput for a length with which the kernels would read past the tables.
     """
-    keys, cu_seqlens = torch.cat([seq_lens, call.cu_seqlens_q]).cpu().split([seq_lens.shape[0], call.cu_seqlens_q.shape[0]])
+    keys, cu_seqlens = (
+        torch.cat([seq_lens, call.cu_seqlens_q])
+        .cpu()
+        .split([seq_lens.shape[0], call.cu_seqlens_q.shape[0]])
+    )
     within("seq_lens", keys, call.page_table.shape[1] * call.page_size)
     within("lengths of cu_seqlens_q", cu_seqlens.diff(), call.max_seqlen_q)
     within("cu_seqlens_q[-1]", cu_seqlens[-1:], call.num_tokens)
@@ -59,15 +72,21 @@ def within(field: str, lengths: Tensor, most: int) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def fields_of(shape: tuple[Any, ...]) -> list[int]:
-    """The numbers of a named tuple as a header holds them. Raises InvalidInput for a dtype that no plan is made for."""
+    """The numbers of a named tuple as a header holds them. Raises InvalidInput for a dtype that no
+    plan is made for."""
     for value in shape:
         if isinstance(value, torch.dtype) and value not in DTYPES:
-            raise InvalidInput("dtype", value, " | ".join(str(d).removeprefix("torch.") for d in DTYPES))
+            raise InvalidInput(
+                "dtype", value, " | ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            )
     return [DTYPES.index(v) if isinstance(v, torch.dtype) else int(v) for v in shape]
 
 
-def write_header(plan: Tensor, path: int, num_pages: int, shape: tuple[Any, ...], ints: Sequence[int]) -> None:
-    """Write the header. `plan`: int64 `[>= HEADER]` on the CPU. shape: the call it was made for, a named tuple."""
+def write_header(
+    plan: Tensor, path: int, num_pages: int, shape: tuple[Any, ...], ints: Sequence[int]
+) -> None:
+    """Write the header. `plan`: int64 `[>= HEADER]` on the CPU. shape: the call it was made for, a
+    named tuple."""
     fields = fields_of(shape)
     numbers = [MAGIC, path, len(fields), len(ints), num_pages, *fields, *map(int, ints)]
     if len(numbers) > HEADER:
@@ -75,7 +94,9 @@ def write_header(plan: Tensor, path: int, num_pages: int, shape: tuple[Any, ...]
     plan[:HEADER] = torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
 
 
-def read_header(call: Any, maker: str, shape: Any, path: int, paths: Mapping[int, str], num_pages: int) -> list[int]:
+def read_header(
+    call: Any, maker: str, shape: Any, path: int, paths: Mapping[int, str], num_pages: int
+) -> list[int]:
     """The ints of a plan that was made for this call. No sync: the plan is on the CPU.
 
     Args:
@@ -86,7 +107,8 @@ def read_header(call: Any, maker: str, shape: Any, path: int, paths: Mapping[int
         num_pages: pages of the pool.
 
     Raises:
-        InvalidInput: there is no plan, it has another format, or it was made for another call; the message names the field.
+        InvalidInput: there is no plan, it has another format, or it was made for another call; the
+            message names the field.
     """
     plan, want = call.plan, f"the plan that {maker} made for this batch"
     if plan is None:
@@ -94,14 +116,20 @@ def read_header(call: Any, maker: str, shape: Any, path: int, paths: Mapping[int
     numbers = plan[:HEADER].tolist()
     if len(numbers) < HEADER or numbers[0] != MAGIC:
         found = "no header" if not any(numbers) else "another header"
-        raise InvalidInput("plan", f"int64 {tuple(plan.shape)} with {found}", f"{want} (format {FORMAT})")
+        raise InvalidInput(
+            "plan", f"int64 {tuple(plan.shape)} with {found}", f"{want} (format {FORMAT})"
+        )
     made_path, count, ints, pages = numbers[1:FIRST]
     made, fields = numbers[FIRST : FIRST + count], fields_of(shape)
     if made != fields:
         if count != len(fields):
             raise InvalidInput("plan", f"a plan of {count} fields", f"{len(fields)}: {want}")
-        name, got, own = next(x for x in zip(shape._fields, made, fields, strict=True) if x[1] != x[2])
-        raise InvalidInput(f"plan.{name}", _shown(name, got), f"{_shown(name, own)}, as in this call")
+        name, got, own = next(
+            x for x in zip(shape._fields, made, fields, strict=True) if x[1] != x[2]
+        )
+        raise InvalidInput(
+            f"plan.{name}", _shown(name, got), f"{_shown(name, own)}, as in this call"
+        )
     if call.holes and pages != num_pages:
         want = f"{num_pages}, the pages of this call: give them to {maker}, or promise holes=False"
         raise InvalidInput("plan.num_pages", "unknown" if pages == UNKNOWN else pages, want)
@@ -109,7 +137,9 @@ def read_header(call: Any, maker: str, shape: Any, path: int, paths: Mapping[int
         want = f"{paths[path]}: the plan was made for another kernel or another max_seqlen_q"
         raise InvalidInput("plan.path", paths.get(made_path, made_path), want)
     if call.workspace is None:
-        raise InvalidInput("workspace", "None", f"the workspace that {maker} was given with this plan")
+        raise InvalidInput(
+            "workspace", "None", f"the workspace that {maker} was given with this plan"
+        )
     return numbers[FIRST + count : FIRST + count + ints]  # type: ignore[no-any-return]
 
 
@@ -129,12 +159,15 @@ def padded(size: int, dtype: torch.dtype) -> int:
 
 
 def cut(field: str, buffer: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """`buffer`, uint8, in pieces of so many numbers, one after the other: calls of the same sizes find the same addresses.
+    """`buffer`, uint8, in pieces of so many numbers, one after the other: calls of the same sizes
+    find the same addresses.
 
     Raises InvalidInput when the buffer is too short.
     """
     used = dtype.itemsize * sum(sizes)
     if buffer.numel() < used:
-        raise InvalidInput(field, f"{buffer.numel()} bytes", f">= {used}: the sizes that its plan_sizes give")
+        raise InvalidInput(
+            field, f"{buffer.numel()} bytes", f">= {used}: the sizes that its plan_sizes give"
+        )
     # One split: views one by one would cost more than the rest of a call.
     return buffer[:used].view(dtype).split_with_sizes(sizes)

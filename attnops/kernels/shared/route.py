@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-TAKES = frozenset({"bias", "scoring", "groups", "top_groups", "group_best", "normalize", "eps", "scale"})
+TAKES = frozenset(
+    {"bias", "scoring", "groups", "top_groups", "group_best", "normalize", "eps", "scale"}
+)

@@ -1,7 +1,8 @@
-"""The reference under a deterministic policy: every request by itself, at its own lengths, or every token.
+"""The reference under a deterministic policy: every request by itself, at its own lengths, or every
+token.
 
-A matrix product's order of summation may follow from the sizes of the whole batch, and from how far a request is padded. The loops read
-lengths on the host, so this serves tensors on the CPU only.
+A matrix product's order of summation may follow from the sizes of the whole batch, and from how far
+a request is padded. The loops read lengths on the host, so this serves tensors on the CPU only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from attnops.kernels.shared.tokens import see_nothing
 
 
 def by_request(run: Run) -> Run:
-    """`run`, a reference body, that takes the requests one by one where the policy is deterministic."""
+    """`run`, a reference body, that takes the requests one by one where the policy is
+    deterministic."""
 
     @functools.wraps(run)
     def either(call: Any) -> Any:
@@ -32,7 +34,8 @@ def by_request(run: Run) -> Run:
 
 
 def by_token(run: Run) -> Run:
-    """`run`, a reference body that writes its results, that takes the tokens one by one where the policy is deterministic.
+    """`run`, a reference body that writes its results, that takes the tokens one by one where the
+    policy is deterministic.
 
     torch's product of one row sums in another order than that of several, and pointwise functions
     compute the last numbers of a tensor by other code than the rest.
@@ -62,10 +65,17 @@ def register_by_token(
     """
     register(
         Kernel(
-            "reference", op, run, takes, dtypes, cost_us=lambda p: 1000.0 + 10.0 * cost_us(p), judge=True,
-            invariant=Invariant((device("cpu"),)), about="plain torch, float32 accumulation",
+            "reference",
+            op,
+            run,
+            takes,
+            dtypes,
+            cost_us=lambda p: 1000.0 + 10.0 * cost_us(p),
+            judge=True,
+            invariant=Invariant((device("cpu"),)),
+            about="plain torch, float32 accumulation",
         )
-    )  # fmt: skip
+    )
 
 
 def _each(run: Run, call: Any) -> tuple[Tensor, ...] | None:
@@ -81,7 +91,8 @@ def _each(run: Run, call: Any) -> tuple[Tensor, ...] | None:
 
 
 def _part(call: Any, rows: Rows, **changes: Any) -> Any:
-    """A request's call. Its inputs are copies, because a product may also depend on the alignment of its operands."""
+    """A request's call. Its inputs are copies, because a product may also depend on the alignment
+    of its operands."""
     own = tensors_of(call, rows)
     for name, x in own.items():
         if not call.spec[name].written:
@@ -92,20 +103,31 @@ def _part(call: Any, rows: Rows, **changes: Any) -> Any:
 def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
     """Rows and call of every request with tokens."""
     if not hasattr(call, "cu_seqlens_q"):
-        name = rows_named(call.spec.args[0].dims)  # a row of a dense batch, or a token that has a list of its own
+        name = rows_named(
+            call.spec.args[0].dims
+        )  # a row of a dense batch, or a token that has a list of its own
         for i in range(sizes_of(call)[name]):
             rows = {name: slice(i, i + 1)}
             part = _part(call, rows, **_own_pages(call, i))
             yield rows, _in_range(part) if call.spec.op == "attention" else part
         return
-    starts, ends = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist() if hasattr(call, "cu_seqlens_k") else None
+    starts, ends = (
+        call.cu_seqlens_q.tolist(),
+        call.cu_seqlens_k.tolist() if hasattr(call, "cu_seqlens_k") else None,
+    )
     for b, (begin, end) in enumerate(itertools.pairwise(starts)):
         if begin == end:
             continue
-        rows, own = {"T": slice(begin, end), "B": slice(b, b + 1)}, {"cu_seqlens_q": call.cu_seqlens_q.new_tensor([0, end - begin])}
+        rows, own = (
+            {"T": slice(begin, end), "B": slice(b, b + 1)},
+            {"cu_seqlens_q": call.cu_seqlens_q.new_tensor([0, end - begin])},
+        )
         if ends:
             rows["N"], count = slice(ends[b], ends[b + 1]), ends[b + 1] - ends[b]
-            own |= {"cu_seqlens_k": call.cu_seqlens_k.new_tensor([0, count]), "max_seqlen_k": max(count, 1)}
+            own |= {
+                "cu_seqlens_k": call.cu_seqlens_k.new_tensor([0, count]),
+                "max_seqlen_k": max(count, 1),
+            }
         else:
             own |= _own_pages(call, b)
         yield rows, _part(call, rows, max_seqlen_q=end - begin, **own)
@@ -120,7 +142,8 @@ def _own_pages(call: Any, b: int) -> dict[str, Tensor]:
 
 
 def _in_range(call: Any) -> Any:
-    """One request's call without the keys outside of its range, so that its sums do not depend on the longest request."""
+    """One request's call without the keys outside of its range, so that its sums do not depend on
+    the longest request."""
     start, end, keys = call.kv_start, call.kv_end, call.key.shape[1]
     # Chunks are counted from the first key, which then stays.
     first = 0 if start is None or call.attention_chunk else min(max(int(start), 0), keys)

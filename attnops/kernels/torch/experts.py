@@ -1,4 +1,5 @@
-"""`aten`: the experts of a mixture by torch's grouped product, or one after the other where torch has none for the call."""
+"""`aten`: the experts of a mixture by torch's grouped product, or one after the other where torch
+has none for the call."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 register(
     Kernel(
-        "aten", "experts", experts, TAKES, FLOATS, cost_us=cost_us, about="torch's grouped product, or an expert after the other",
+        "aten",
+        "experts",
+        experts,
+        TAKES,
+        FLOATS,
+        cost_us=cost_us,
+        about="torch's grouped product, or an expert after the other",
     )
-)  # fmt: skip
+)
 register_by_token("experts", by_token(reference), TAKES, FLOATS, cost_us)

@@ -1,7 +1,9 @@
-"""`aten`: linear layers as the torch ops of transformers, lowered in place, so that the compiler fuses all but the product.
+"""`aten`: linear layers as the torch ops of transformers, lowered in place, so that the compiler
+fuses all but the product.
 
-Every step is rounded where transformers rounds it: the norm is float32 and becomes the input's dtype before its gain, or after it where the
-gain has an offset (Gemma); product, activation and residual are in the input's dtype.
+Every step is rounded where transformers rounds it: the norm is float32 and becomes the input's
+dtype before its gain, or after it where the gain has an offset (Gemma); product, activation and
+residual are in the input's dtype.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def cost_us(p: Problem) -> float:
 
 def _reference(call: Any) -> None:
     if deterministic(call.policy):  # once, and not for every token
-        call = changed(call, weight=call.weight.to(torch.promote_types(call.x.dtype, torch.float32)))
+        call = changed(
+            call, weight=call.weight.to(torch.promote_types(call.x.dtype, torch.float32))
+        )
     _by_token(call)
 
 
@@ -58,7 +62,14 @@ _by_token = by_token(formulas.linear)
 
 register(
     Kernel(
-        "aten", "linear", linear, TAKES, FLOATS, cost_us=cost_us, inline=Inline(), about="torch's own product; the compiler fuses the rest",
+        "aten",
+        "linear",
+        linear,
+        TAKES,
+        FLOATS,
+        cost_us=cost_us,
+        inline=Inline(),
+        about="torch's own product; the compiler fuses the rest",
     )
-)  # fmt: skip
+)
 register_by_token("linear", _reference, TAKES, FLOATS, cost_us)

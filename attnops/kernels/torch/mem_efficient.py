@@ -1,11 +1,14 @@
-"""`mem_efficient`: torch's memory-efficient attention (CUTLASS), called below autograd for the lse, the gradient and that of a mask.
+"""`mem_efficient`: torch's memory-efficient attention (CUTLASS), called below autograd for the lse,
+the gradient and that of a mask.
 
-https://arxiv.org/abs/2112.05682, as torch has it from xFormers. Read from torch's attention.cu and attention_backward.cu: tokens first, as
-many key heads as query heads; lse is natural, heads first, of queries rounded up to 32, and has to be inf in the rows past the last. A
-bias has the query's dtype, one row a query, and rows that start at multiples of 16 bytes. What a query that sees no key gets is nowhere
-written down, so it is set here.
+https://arxiv.org/abs/2112.05682, as torch has it from xFormers. Read from torch's attention.cu and
+attention_backward.cu: tokens first, as many key heads as query heads; lse is natural, heads first,
+of queries rounded up to 32, and has to be inf in the rows past the last. A bias has the query's
+dtype, one row a query, and rows that start at multiples of 16 bytes. What a query that sees no key
+gets is nowhere written down, so it is set here.
 
-A causal mask without anything else is the kernel's own. Other rules are written into one bias with the mask.
+A causal mask without anything else is the kernel's own. Other rules are written into one bias with
+the mask.
 """
 
 from __future__ import annotations
@@ -43,10 +46,25 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     bias = _bias(call)
     q, k, v = _given(call, bias)
     output, lse = _ATEN._efficient_attention_forward.default(
-        q, k, v, _widened(bias, call), None, None, None, None, 0.0, _own_causal(call), call.return_lse, scale=call.scale
+        q,
+        k,
+        v,
+        _widened(bias, call),
+        None,
+        None,
+        None,
+        None,
+        0.0,
+        _own_causal(call),
+        call.return_lse,
+        scale=call.scale,
     )[:2]
     blind = None if bias is None else (bias == -INF).all(-1).transpose(1, 2)
-    output = output.to(query.dtype) if blind is None else output.to(query.dtype).masked_fill(blind[..., None], 0.0)
+    output = (
+        output.to(query.dtype)
+        if blind is None
+        else output.to(query.dtype).masked_fill(blind[..., None], 0.0)
+    )
     if not call.return_lse:
         return compact(output), no_lse(query)
     lse = lse[..., : query.shape[1]].transpose(1, 2)
@@ -54,11 +72,17 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
 
 
 @in_turns
-def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def attention_backward(
+    call: dense.AttentionBackward,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, graded = call.query, call.mask if call.mask_grad else None
     none = query.new_empty(0)
     if query.numel() == 0 or call.key.numel() == 0:
-        return *zero_gradients(call), none if graded is None else graded.new_zeros(graded.shape), none.clone()
+        return (
+            *zero_gradients(call),
+            none if graded is None else graded.new_zeros(graded.shape),
+            none.clone(),
+        )
     bias = _bias(call)
     q, k, v = _given(call, bias)
     batch, queries, heads, _ = query.shape
@@ -67,11 +91,32 @@ def attention_backward(call: dense.AttentionBackward) -> tuple[Tensor, Tensor, T
     seed = torch.empty((), dtype=torch.int64, device=query.device)  # read only where dropout is on
     grad_output, output = (x.to(q.dtype).contiguous() for x in (call.grad_output, call.output))
     grad_q, grad_k, grad_v, grad_bias = _ATEN._efficient_attention_backward.default(
-        grad_output, q, k, v, _widened(bias, call), output, None, None, queries, call.key.shape[1], lse, 0.0, seed, seed,
-        _own_causal(call), graded is not None, scale=call.scale,
-    )  # fmt: skip
+        grad_output,
+        q,
+        k,
+        v,
+        _widened(bias, call),
+        output,
+        None,
+        None,
+        queries,
+        call.key.shape[1],
+        lse,
+        0.0,
+        seed,
+        seed,
+        _own_causal(call),
+        graded is not None,
+        scale=call.scale,
+    )
     of_mask = none if graded is None else reduce_to(grad_bias.float(), graded)
-    return compact(grad_q.to(query.dtype)), sum_groups(grad_k, call.key), sum_groups(grad_v, call.value), of_mask, none.clone()
+    return (
+        compact(grad_q.to(query.dtype)),
+        sum_groups(grad_k, call.key),
+        sum_groups(grad_v, call.value),
+        of_mask,
+        none.clone(),
+    )
 
 
 def _own_causal(call: dense.Attention | dense.AttentionBackward) -> int:
@@ -80,8 +125,14 @@ def _own_causal(call: dense.Attention | dense.AttentionBackward) -> int:
 
 def _bare(call: dense.Attention | dense.AttentionBackward) -> bool:
     """Are there no rules, or the causal one alone, under which every query sees a key?"""
-    others = call.window_left >= 0 or (call.window_right >= 0 and not call.causal) or call.attention_chunk > 0
-    return not (others or call.mask is not None or (call.causal and call.query.shape[1] > call.key.shape[1]))
+    others = (
+        call.window_left >= 0
+        or (call.window_right >= 0 and not call.causal)
+        or call.attention_chunk > 0
+    )
+    return not (
+        others or call.mask is not None or (call.causal and call.query.shape[1] > call.key.shape[1])
+    )
 
 
 def _bias(call: dense.Attention | dense.AttentionBackward) -> Tensor | None:
@@ -90,12 +141,19 @@ def _bias(call: dense.Attention | dense.AttentionBackward) -> Tensor | None:
         return None
     query, mask, queries, keys = call.query, call.mask, call.query.shape[1], call.key.shape[1]
     added = mask is not None and mask.dtype != torch.bool
-    dtype = torch.promote_types(query.dtype, mask.dtype) if mask is not None and added else query.dtype
-    dtype = torch.float32 if dtype == torch.float64 else dtype  # of a mask; torch's kernels take none
+    dtype = (
+        torch.promote_types(query.dtype, mask.dtype) if mask is not None and added else query.dtype
+    )
+    dtype = (
+        torch.float32 if dtype == torch.float64 else dtype
+    )  # of a mask; torch's kernels take none
     see = dense_visible(query, call.key, None, None, Rules.of(call))
     requests = max(1 if x is None else x.shape[0] for x in (see, mask))
     unit = PACK // dtype.itemsize
-    found = query.new_zeros((requests, 1 if mask is None else mask.shape[1], queries, -(-keys // unit) * unit), dtype=dtype)[..., :keys]
+    found = query.new_zeros(
+        (requests, 1 if mask is None else mask.shape[1], queries, -(-keys // unit) * unit),
+        dtype=dtype,
+    )[..., :keys]
     if mask is not None:
         found = found.copy_(_finite(mask)) if added else found.masked_fill_(~mask, -INF)
     if see is not None:
@@ -104,7 +162,8 @@ def _bias(call: dense.Attention | dense.AttentionBackward) -> Tensor | None:
 
 
 def _finite(mask: Tensor) -> Tensor:
-    """An additive mask whose finite numbers stay finite in base 2, in which the kernel adds them."""
+    """An additive mask whose finite numbers stay finite in base 2, in which the kernel adds
+    them."""
     if mask.dtype == torch.float16:
         return mask  # whose least number is above LEAST
     return torch.where(mask == -INF, mask, mask.clamp(min=LEAST))
@@ -116,9 +175,14 @@ def _widened(bias: Tensor | None, call: dense.Attention | dense.AttentionBackwar
     return None if bias is None else bias.expand(batch, heads, queries, call.key.shape[1])
 
 
-def _given(call: dense.Attention | dense.AttentionBackward, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _given(
+    call: dense.Attention | dense.AttentionBackward, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of the bias's dtype, with a key head for each query head."""
-    group, dtype = call.query.shape[2] // call.key.shape[2], call.query.dtype if bias is None else bias.dtype
+    group, dtype = (
+        call.query.shape[2] // call.key.shape[2],
+        call.query.dtype if bias is None else bias.dtype,
+    )
     key, value = (x.to(dtype) for x in (call.key, call.value))
     if group > 1:
         key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
@@ -126,7 +190,8 @@ def _given(call: dense.Attention | dense.AttentionBackward, bias: Tensor | None)
     return query, key, value
 
 
-# Not fitted. On an H200 both were slower than every other kernel of the same calls (training_regret.json).
+# Not fitted. On an H200 both were slower than every other kernel of the same calls
+# (training_regret.json).
 FORWARD, BACKWARD = Roofline(80.0, 0.05, 0.08), Roofline(150.0, 0.05, 0.05)
 
 
@@ -152,8 +217,14 @@ for _run, _takes, _needs, _repeats in (
 ):
     register(
         Kernel(
-            "mem_efficient", _run.__name__, _run, takes=RULES | _takes, dtypes=(torch.float16, torch.bfloat16, torch.float32),
-            needs=(*NEEDS, *_needs), cost_us=_cost_us, repeats=_repeats,
+            "mem_efficient",
+            _run.__name__,
+            _run,
+            takes=RULES | _takes,
+            dtypes=(torch.float16, torch.bfloat16, torch.float32),
+            needs=(*NEEDS, *_needs),
+            cost_us=_cost_us,
+            repeats=_repeats,
             about="torch's memory-efficient attention, with lse and the gradient of a mask",
         )
-    )  # fmt: skip
+    )

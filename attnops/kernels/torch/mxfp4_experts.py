@@ -1,4 +1,5 @@
-"""`aten`: the experts of a mixture with weights of MXFP4, decoded for the call, by torch's grouped product."""
+"""`aten`: the experts of a mixture with weights of MXFP4, decoded for the call, by torch's grouped
+product."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ def experts(call: Mxfp4Experts) -> None:
 
 register(
     Kernel(
-        "aten", "mxfp4_experts", experts, TAKES, FLOATS, cost_us=cost_us, about="weights decoded for the call, torch's grouped product",
+        "aten",
+        "mxfp4_experts",
+        experts,
+        TAKES,
+        FLOATS,
+        cost_us=cost_us,
+        about="weights decoded for the call, torch's grouped product",
     )
-)  # fmt: skip
+)
 register_by_token("mxfp4_experts", by_token(reference), TAKES, FLOATS, cost_us)

@@ -1,4 +1,5 @@
-"""`reference`: the plain torch implementation of every op. It takes every call of its op, and is never the fast one."""
+"""`reference`: the plain torch implementation of every op. It takes every call of its op, and is
+never the fast one."""
 
 from __future__ import annotations
 
@@ -29,25 +30,74 @@ INDEX = (*INT32, torch.int64)
 
 Dtypes = tuple[torch.dtype, ...]
 Row = tuple[str, Callable[[Any], Any], Dtypes, Dtypes | None, str]
-"""Fields of a Kernel: op, run, dtypes, kv_dtypes, and the names that it takes, separated by spaces."""
+"""Fields of a Kernel: op, run, dtypes, kv_dtypes, and the names that it takes, separated by
+spaces."""
 
 VISIBLE = "mask sinks causal window_left window_right softcap attention_chunk"
 SCALED = "q_scale k_scale v_scale"
 CALLED: tuple[Row, ...] = (
-    ("attention", attention.attention, QUERY, STORED, f"{VISIBLE} {SCALED} kv_start kv_end return_lse"),
-    ("attention_backward", attention.attention_backward, FLOATS, None, f"{VISIBLE} kv_start kv_end mask_grad"),
-    ("varlen_attention", attention.varlen_attention, QUERY, STORED, f"{VISIBLE} {SCALED} return_lse"),
+    (
+        "attention",
+        attention.attention,
+        QUERY,
+        STORED,
+        f"{VISIBLE} {SCALED} kv_start kv_end return_lse",
+    ),
+    (
+        "attention_backward",
+        attention.attention_backward,
+        FLOATS,
+        None,
+        f"{VISIBLE} kv_start kv_end mask_grad",
+    ),
+    (
+        "varlen_attention",
+        attention.varlen_attention,
+        QUERY,
+        STORED,
+        f"{VISIBLE} {SCALED} return_lse",
+    ),
     ("varlen_attention_backward", attention.varlen_attention_backward, FLOATS, None, VISIBLE),
-    ("paged_attention", pages.paged_attention, QUERY, STORED, f"{VISIBLE} {SCALED} lse temperature holes"),
+    (
+        "paged_attention",
+        pages.paged_attention,
+        QUERY,
+        STORED,
+        f"{VISIBLE} {SCALED} lse temperature holes",
+    ),
     ("write_kv", pages.write_kv, FLOATS, STORED, "k_scale v_scale"),
-    ("decode_attention", decode.decode_attention, FLOATS, None, "cos sin q_norm k_norm sinks window_left softcap holes"),
-    ("mla_attention", latent.mla_attention, QUERY, STORED, "mask sinks causal window_left softcap q_scale kv_scale lse holes"),
+    (
+        "decode_attention",
+        decode.decode_attention,
+        FLOATS,
+        None,
+        "cos sin q_norm k_norm sinks window_left softcap holes",
+    ),
+    (
+        "mla_attention",
+        latent.mla_attention,
+        QUERY,
+        STORED,
+        "mask sinks causal window_left softcap q_scale kv_scale lse holes",
+    ),
     ("write_latent", latent.write_latent, STORED, STORED, "kv_scale"),
-    ("sparse_mla_attention", sparse.sparse_mla_attention, QUERY, STORED + BYTES, "topk_length sinks q_scale kv_scale lse holes"),
+    (
+        "sparse_mla_attention",
+        sparse.sparse_mla_attention,
+        QUERY,
+        STORED + BYTES,
+        "topk_length sinks q_scale kv_scale lse holes",
+    ),
     ("write_latent_packed", sparse.write_latent_packed, FLOATS, BYTES, ""),
     ("rope_quantize_latent", rope.rope_quantize_latent, FLOATS, FLOAT8, "interleaved"),
     ("copy_kv", pages.copy_kv, STORED + BYTES, None, ""),
-    ("vertical_slash_indexes", vertical_slash.vertical_slash_indexes, INT32, None, "vertical_counts slash_counts"),
+    (
+        "vertical_slash_indexes",
+        vertical_slash.vertical_slash_indexes,
+        INT32,
+        None,
+        "vertical_counts slash_counts",
+    ),
     ("vertical_slash_attention", vertical_slash.vertical_slash_attention, FLOATS, None, "lse"),
 )
 # Pointwise on small tensors: the compiler fuses these better than any call could.
@@ -69,8 +119,8 @@ BY_HOST: tuple[Row, ...] = (
 
 
 SLOWEST = Roofline(0.0, 0.05, 0.05, 0.02)
-# The logits are written out in float32 and read several times. The rest is more than any kernel's estimate at any size, but for
-# flex's on a CPU, which counts its compilation.
+# The logits are written out in float32 and read several times. The rest is more than any kernel's
+# estimate at any size, but for flex's on a CPU, which counts its compilation.
 WRITTEN = partial(logits_us, 1000.0, 32e-6, SLOWEST)
 
 
@@ -79,7 +129,8 @@ LAUNCHES = 20
 
 
 def _fused_us(p: Problem) -> float:
-    """The compiler's one launch and its bytes. An eager call launches every torch op, each of which passes over the numbers."""
+    """The compiler's one launch and its bytes. An eager call launches every torch op, each of which
+    passes over the numbers."""
     parts = max(p.sizes.batch.hint, 1) if p.op == "merge_states" else 2
     numbers = (parts + 1) * max(p.sizes.tokens.hint, 1) * p.q_heads * p.v_head_dim
     return (4.0 + numbers * p.dtype.itemsize / 3.1e6) * (1 if p.step.compiled else LAUNCHES)
@@ -90,10 +141,17 @@ for _table, _inline in ((CALLED, None), (INLINE, Inline()), (BY_HOST, None)):
         _multiplies = RECORDS[_op].sums
         register(
             Kernel(
-                "reference", _op, by_request(_run) if _multiplies else _run, takes=frozenset(_takes.split()), dtypes=_dtypes,
-                kv_dtypes=_kv_dtypes, cost_us=_fused_us if _inline else WRITTEN,
-                capture=Capture.NEVER if _table is BY_HOST else Capture.WHOLE, invariant=Invariant((device("cpu"),) if _multiplies else ()),
+                "reference",
+                _op,
+                by_request(_run) if _multiplies else _run,
+                takes=frozenset(_takes.split()),
+                dtypes=_dtypes,
+                kv_dtypes=_kv_dtypes,
+                cost_us=_fused_us if _inline else WRITTEN,
+                capture=Capture.NEVER if _table is BY_HOST else Capture.WHOLE,
+                invariant=Invariant((device("cpu"),) if _multiplies else ()),
                 judge=not _inline,  # a kernel that the compiler fuses in place is like any other
-                inline=_inline, about="plain torch, float32 accumulation",
+                inline=_inline,
+                about="plain torch, float32 accumulation",
             )
-        )  # fmt: skip
+        )

@@ -1,4 +1,5 @@
-"""`triton`, of the experts of a mixture: up to 64 tokens, by the weights of the experts that they choose alone."""
+"""`triton`, of the experts of a mixture: up to 64 tokens, by the weights of the experts that they
+choose alone."""
 
 from __future__ import annotations
 
@@ -19,4 +20,11 @@ def _cost_us(p: Problem) -> float:
 
 
 NEEDS = (one_of("last_dim_contiguous", True), at_most("top_k", MOST_CHOICES))
-own("experts", launched("experts", "experts"), _cost_us, "attnops' own; of more than 64 tokens, torch's products", TAKES, needs=NEEDS)
+own(
+    "experts",
+    launched("experts", "experts"),
+    _cost_us,
+    "attnops' own; of more than 64 tokens, torch's products",
+    TAKES,
+    needs=NEEDS,
+)

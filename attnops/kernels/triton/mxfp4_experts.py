@@ -1,4 +1,5 @@
-"""`triton`, of the experts of a mixture with weights of MXFP4: up to 64 tokens, by the weights of the experts that they choose alone."""
+"""`triton`, of the experts of a mixture with weights of MXFP4: up to 64 tokens, by the weights of
+the experts that they choose alone."""
 
 from __future__ import annotations
 
@@ -17,13 +18,23 @@ BYTES = 17 / 32
 
 
 def _cost_us(p: Problem) -> float:
-    """Two or three launches, then the bytes at 0.7 of the rate. Of more tokens the kernel calls torch's products."""
+    """Two or three launches, then the bytes at 0.7 of the rate. Of more tokens the kernel calls
+    torch's products."""
     tokens = max(p.sizes.tokens.hint, 1)
-    return 5.0 + products_us(p, tokens) * BYTES / p.dtype.itemsize / 0.7 if tokens <= MOST_TOKENS else 10.0 + 1.1 * cost_us(p)
+    return (
+        5.0 + products_us(p, tokens) * BYTES / p.dtype.itemsize / 0.7
+        if tokens <= MOST_TOKENS
+        else 10.0 + 1.1 * cost_us(p)
+    )
 
 
 NEEDS = (one_of("last_dim_contiguous", True), at_most("top_k", MOST_CHOICES))
 own(
-    "mxfp4_experts", launched("mxfp4_experts", "mxfp4_experts"), _cost_us,
-    "attnops' own; of more than 64 tokens, weights decoded for torch's products", TAKES, (torch.bfloat16, torch.float32), needs=NEEDS,
-)  # fmt: skip
+    "mxfp4_experts",
+    launched("mxfp4_experts", "mxfp4_experts"),
+    _cost_us,
+    "attnops' own; of more than 64 tokens, weights decoded for torch's products",
+    TAKES,
+    (torch.bfloat16, torch.float32),
+    needs=NEEDS,
+)

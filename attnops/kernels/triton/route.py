@@ -9,7 +9,8 @@ from attnops.kernels.triton.attention import launched, own
 from attnops.kernels.triton.experts import MOST_CHOICES
 
 MOST_EXPERTS = 512
-"""A warp holds the logits of a token, at most four numbers of a thread for one of an expert where groups are padded to powers of two."""
+"""A warp holds the logits of a token, at most four numbers of a thread for one of an expert where
+groups are padded to powers of two."""
 
 
 def _cost_us(p: Problem) -> float:
@@ -18,4 +19,11 @@ def _cost_us(p: Problem) -> float:
 
 
 NEEDS = (at_most("experts", MOST_EXPERTS), at_most("top_k", MOST_CHOICES))
-own("route", launched("route", "route"), _cost_us, "attnops' own, a token a program", TAKES, needs=NEEDS)
+own(
+    "route",
+    launched("route", "route"),
+    _cost_us,
+    "attnops' own, a token a program",
+    TAKES,
+    needs=NEEDS,
+)

@@ -1,21 +1,26 @@
 """How far from the exact result a kernel of attention may be.
 
-Written with u, the unit roundoff of the call's dtype; a, that of the accumulation dtype (float32, float64 for float64, 2^-14 for
-float8 queries); D and Dv, the head dims; N, the most keys a query sees; L = |scale| max|q| max|k| max|temperature| + max|mask|, which
-bounds the logits (max|x|: the largest Euclidean norm of a row); V = max|v|, the largest value. All are taken from the call's own data.
+Written with u, the unit roundoff of the call's dtype; a, that of the accumulation dtype (float32,
+float64 for float64, 2^-14 for float8 queries); D and Dv, the head dims; N, the most keys a query
+sees; L = |scale| max|q| max|k| max|temperature| + max|mask|, which bounds the logits (max|x|: the
+largest Euclidean norm of a row); V = max|v|, the largest value. All are taken from the call's own
+data.
 
-    delta(logit) = a (sqrt(D) + 4) L        products summed in the accumulation dtype, then scaled, capped and exponentiated
-    delta(output) = (4 u + 2 delta(logit) + a (sqrt(N) + 4)) V
-    delta(lse) = delta(logit) + a (sqrt(N) + 4) + 2^-23 max|lse|
+    delta(logit) = a (sqrt(D) + 4) L        products summed in the accumulation dtype, then scaled,
+    capped and exponentiated delta(output) = (4 u + 2 delta(logit) + a (sqrt(N) + 4)) V delta(lse) =
+    delta(logit) + a (sqrt(N) + 4) + 2^-23 max|lse|
 
-4 u: the weights and the output are each rounded to the dtype once, with a factor of 2 for block-wise rescaling. A sum of n terms is
-given the growth sqrt(n) of random roundings; blocked sums stay below it. A weight is exp of a logit, hence 2 delta(logit).
+4 u: the weights and the output are each rounded to the dtype once, with a factor of 2 for
+block-wise rescaling. A sum of n terms is given the growth sqrt(n) of random roundings; blocked sums
+stay below it. A weight is exp of a logit, hence 2 delta(logit).
 
 Gradients: each is a sum, bounded by the sum of its terms' sizes, S. With p the weights, in float64,
-dP = |dO| |v|, ds = p (dP + sum_j p dP + |dlse|): S is max |scale| ds |k| for dq, |scale| ds |q| for dk, p |dO| for dv, ds for the
-mask and exp(sink - lse) times the row sums of p dP + |dlse| for the sinks, summed over whatever broadcasts.
+dP = |dO| |v|, ds = p (dP + sum_j p dP + |dlse|): S is max |scale| ds |k| for dq, |scale| ds |q| for
+dk, p |dO| for dv, ds for the mask and exp(sink - lse) times the row sums of p dP + |dlse| for the
+sinks, summed over whatever broadcasts.
 
-    delta(gradient) = (8 u + 4 delta(logit) + a (sqrt(n) + sqrt(D) + 4)) S      n: the most terms in one sum
+    delta(gradient) = (8 u + 4 delta(logit) + a (sqrt(n) + sqrt(D) + 4)) S      n: the most terms in
+    one sum
 
 The gradients of mask and sinks are also rounded to those' own dtypes.
 """
@@ -35,34 +40,55 @@ from attnops.core.tensors import Rules, dense_visible
 from attnops.ops.attention.reference import padded, reduce_to, scores, softmax
 
 FLOAT8_SUMS = 2.0**-14
-"""Error of a sum of float8 products, as SM90's tensor cores add them: 14 bits. DeepSeek-V3, https://arxiv.org/abs/2412.19437, 3.3.2."""
+"""Error of a sum of float8 products, as SM90's tensor cores add them: 14 bits. DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, 3.3.2."""
 FACTORS = ("q_scale", "k_scale", "kv_scale", "temperature")
 
 
 class Figures:
     """Those of the module's docstring for one call. keys: N.
 
-    norms: max|q| max|k|. u: for results of another dtype than the query's, whose products are not float8's.
+    norms: max|q| max|k|. u: for results of another dtype than the query's, whose products are not
+    float8's.
     """
 
-    def __init__(self, call: Any, query: Tensor, value: Tensor, keys: int, norms: float, u: float | None = None) -> None:
+    def __init__(
+        self,
+        call: Any,
+        query: Tensor,
+        value: Tensor,
+        keys: int,
+        norms: float,
+        u: float | None = None,
+    ) -> None:
         factor = {n: largest(getattr(call, n, None)) or 1.0 for n in (*FACTORS, "v_scale")}
         dtype = query.dtype
         self.u = roundoff(dtype) if u is None else u
-        # A quantised query is exact. The output is rounded and, except for latents, the weights to the query's dtype.
-        self.a = FLOAT8_SUMS if dtype in QUANTISED and u is None else min(self.u, roundoff(torch.float32))
+        # A quantised query is exact. The output is rounded and, except for latents, the weights to
+        # the query's dtype.
+        self.a = (
+            FLOAT8_SUMS
+            if dtype in QUANTISED and u is None
+            else min(self.u, roundoff(torch.float32))
+        )
         self.root_n, self.root_d = sqrt(keys), sqrt(query.shape[-1])
         self.logit = abs(call.scale) * norms
         for n in FACTORS:
             self.logit *= factor[n]
-        self.delta = self.a * (self.root_d + 4) * (self.logit + largest(getattr(call, "mask", None)))
+        self.delta = (
+            self.a * (self.root_d + 4) * (self.logit + largest(getattr(call, "mask", None)))
+        )
         self.value = largest(value) * factor["v_scale"] * factor["kv_scale"]
 
     def allowed(self, expected: Results) -> Allowed:
         """That of output and lse."""
         growth = self.a * (self.root_n + 4)
         allowed: Allowed = {"output": (4 * self.u + 2 * self.delta + growth) * self.value}
-        return allowed | ({"lse": self.delta + growth + 2**-23 * largest(expected["lse"])} if "lse" in expected else {})
+        return allowed | (
+            {"lse": self.delta + growth + 2**-23 * largest(expected["lse"])}
+            if "lse" in expected
+            else {}
+        )
 
 
 def norm(x: Tensor) -> float:
@@ -81,10 +107,15 @@ def attention(call: Any, expected: Results) -> Allowed:
 
 
 def _merge(call: Any, expected: Results) -> Allowed:
-    outputs = [x for n, x in zip(call.spec.names, values(call), strict=True) if n.startswith("output")]
+    outputs = [
+        x for n, x in zip(call.spec.names, values(call), strict=True) if n.startswith("output")
+    ]
     root = sqrt(outputs[0].shape[1]) if outputs[0].dim() == 4 else 1.0
     size = max(map(largest, outputs))
-    return {"output": (4 * roundoff(outputs[0].dtype) + 2**-20 * root) * size, "lse": 2**-21 * root * (1 + largest(expected["lse"]))}
+    return {
+        "output": (4 * roundoff(outputs[0].dtype) + 2**-20 * root) * size,
+        "lse": 2**-21 * root * (1 + largest(expected["lse"])),
+    }
 
 
 def _gradient(call: Any, dense: Any, see: Tensor | None) -> Allowed:
@@ -93,14 +124,20 @@ def _gradient(call: Any, dense: Any, see: Tensor | None) -> Allowed:
     rows = dense.query.shape[1] * dense.query.shape[2] / dense.key.shape[2]
     each = 8 * s.u + 4 * s.delta + s.a * (max(s.root_n, sqrt(rows)) + s.root_d + 4)
     # Mask and sinks have dtypes of their own, to which their gradients are rounded.
-    own = {f"grad_{n}": roundoff(t.dtype) for n in ("mask", "sinks") if (t := getattr(call, n)) is not None and t.is_floating_point()}
+    own = {
+        f"grad_{n}": roundoff(t.dtype)
+        for n in ("mask", "sinks")
+        if (t := getattr(call, n)) is not None and t.is_floating_point()
+    }
     return {n: (each + own.get(n, 0.0)) * largest(sizes) for n, sizes in terms.items()}
 
 
 def wide(call: Any) -> Any:
     """The call with its floats in float64."""
     given = zip(call.spec.names, values(call), strict=True)
-    return changed(call, **{n: x.double() for n, x in given if isinstance(x, Tensor) and x.is_floating_point()})
+    return changed(
+        call, **{n: x.double() for n, x in given if isinstance(x, Tensor) and x.is_floating_point()}
+    )
 
 
 def _dense_gradient(call: Any, expected: Results) -> Allowed:
@@ -113,7 +150,8 @@ def _packed_gradient(call: Any, expected: Results) -> Allowed:
 
 
 def _terms(t: Any, see: Tensor | None) -> dict[str, Tensor]:
-    """S, the sum of the sizes of the terms, of every entry of every gradient, of a backward call whose tensors are dense."""
+    """S, the sum of the sizes of the terms, of every entry of every gradient, of a backward call
+    whose tensors are dense."""
     rules = Rules.of(t)
     logits = scores(t.query, t.key, see, t.mask, rules)
     weight, top, total = softmax(logits, t.sinks)
@@ -132,7 +170,9 @@ def _terms(t: Any, see: Tensor | None) -> dict[str, Tensor]:
         "grad_query": scaled @ k,
         **{n: x.unflatten(1, (kv_heads, group)).sum(2) for n, x in by_query.items()},
         "grad_mask": ds if t.mask is None else reduce_to(ds, t.mask),
-        "grad_sinks": rest.new_zeros(0) if t.sinks is None else (torch.exp(t.sinks[None, :, None] - top) / total * rest).sum((0, 2)),
+        "grad_sinks": rest.new_zeros(0)
+        if t.sinks is None
+        else (torch.exp(t.sinks[None, :, None] - top) / total * rest).sum((0, 2)),
     }
 
 

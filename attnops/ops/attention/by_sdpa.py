@@ -62,7 +62,7 @@ def attend(
     grouped = group != 1
     out = scaled_dot_product_attention(
         q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
-    ).to(dtype)  # fmt: skip
+    ).to(dtype)
     return (out if blind is None else out.masked_fill(blind, 0.0)).transpose(1, 2)
 
 

@@ -1,4 +1,5 @@
-"""Dense attention and its gradient, and the autograd of attention: the gradient of the op `x` is the op `x_backward`."""
+"""Dense attention and its gradient, and the autograd of attention: the gradient of the op `x` is
+the op `x_backward`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,20 @@ from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.op import OPS, Op, applied, below, blank, define, tensors_of
 from attnops.core.problem import surely
-from attnops.core.record import FLOAT32, FLOATS, KW_ONLY, MASK, QUERY, STORED, Fact, Result, Sizes, arg, changed, record
+from attnops.core.record import (
+    FLOAT32,
+    FLOATS,
+    KW_ONLY,
+    MASK,
+    QUERY,
+    STORED,
+    Fact,
+    Result,
+    Sizes,
+    arg,
+    changed,
+    record,
+)
 from attnops.ops import rules, typical
 from attnops.ops.attention import by_sdpa, reference
 from attnops.ops.attention.bias import as_rule
@@ -29,7 +43,9 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: str, run: Any, call: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, op: str, run: Any, call: Any, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         given = changed(call, **dict(zip(OPS[op].tensors, tensors, strict=True)))
         output, lse = below(run, changed(given, return_lse=True))
         ctx.save_for_backward(*tensors, output, lse)
@@ -40,33 +56,66 @@ class _Attention(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         *tensors, output, lse = ctx.saved_tensors
         op, gradient = OPS[ctx.op], OPS[f"{ctx.op}_backward"]
         wants = dict(zip(op.tensors, ctx.needs_input_grad[3:], strict=True))
-        given = dict(zip(op.names, ctx.call, strict=True)) | dict(zip(op.tensors, tensors, strict=True))
+        given = dict(zip(op.names, ctx.call, strict=True)) | dict(
+            zip(op.tensors, tensors, strict=True)
+        )
         given |= {"output": output, "lse": lse, "grad_lse": grad_lse, "mask_grad": wants["mask"]}
         given["grad_output"] = torch.zeros_like(output) if grad_output is None else grad_output
-        found = dict(zip(gradient.results, gradient(gradient.call(*(given[n] for n in gradient.names))), strict=True))
-        return (None, None, None, *(found.get(f"grad_{n}") if wants[n] else None for n in op.tensors))
+        found = dict(
+            zip(
+                gradient.results,
+                gradient(gradient.call(*(given[n] for n in gradient.names))),
+                strict=True,
+            )
+        )
+        return (
+            None,
+            None,
+            None,
+            *(found.get(f"grad_{n}") if wants[n] else None for n in op.tensors),
+        )
 
 
 def differentiable(run: Any, call: Any) -> tuple[Tensor, Tensor]:
-    """(output, lse) of a call whose gradient is asked for. Raises NoGradient where the gradient does not know an argument."""
+    """(output, lse) of a call whose gradient is asked for. Raises NoGradient where the gradient
+    does not know an argument."""
     op = call.spec.op
     if call.q_scale is not None or call.k_scale is not None or call.v_scale is not None:
         fail(NoGradient, f"{op} with q_scale, k_scale or v_scale", ("query, key or value",))
-    if call.mask is not None and call.mask.requires_grad and "grad_mask" not in OPS[f"{op}_backward"].results:
+    if (
+        call.mask is not None
+        and call.mask.requires_grad
+        and "grad_mask" not in OPS[f"{op}_backward"].results
+    ):
         fail(NoGradient, op, ("mask",))
     output, lse = applied(_Attention, op, run, blank(call), *tensors_of(call))
     return output, lse if call.return_lse else lse.new_empty(0)
 
 
 MASKS = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
-RESULTS = (Result("output", "B, S, Hq, Dv", rules.result_dtype), Result("lse", "B, S, Hq", when="return_lse"))
+RESULTS = (
+    Result("output", "B, S, Hq, Dv", rules.result_dtype),
+    Result("lse", "B, S, Hq", when="return_lse"),
+)
 
 
-@record("attention", *RESULTS, least=rules.HEADS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES, grows="K", sums=True)
+@record(
+    "attention",
+    *RESULTS,
+    least=rules.HEADS,
+    rules=rules.attention,
+    facts=_facts,
+    stored="key",
+    problem=SIZES,
+    grows="K",
+    sums=True,
+)
 class Attention(rules.Visible):
     """Attention over a rectangular batch."""
 
@@ -102,7 +151,16 @@ ATTENTION = define(
 GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")
 
 
-@record("attention_backward", *GRADIENTS, least=rules.HEADS, rules=rules.attention, facts=_facts, stored="key", problem=SIZES, sums=True)
+@record(
+    "attention_backward",
+    *GRADIENTS,
+    least=rules.HEADS,
+    rules=rules.attention,
+    facts=_facts,
+    stored="key",
+    problem=SIZES,
+    sums=True,
+)
 class AttentionBackward(rules.Visible):
     """The gradient of dense attention."""
 
@@ -156,47 +214,79 @@ class _Ranged(Options, total=False):
 
 
 @overload
-def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **more: Unpack[_Ranged]) -> Tensor: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **more: Unpack[_Ranged],
+) -> Tensor: ...
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **more: Unpack[_Ranged]
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, causal: bool = False,
-    window: tuple[int, int] = rules.UNBOUNDED, softcap: float = 0.0, mask: Tensor | None = None, sinks: Tensor | None = None,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, kv_start: Tensor | None = None, kv_end: Tensor | None = None,
-    return_lse: bool = False, q_scale: Tensor | None = None, attention_chunk: int = 0, kernel: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over a rectangular batch. Differentiable in query, key, value, sinks and an additive mask.
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = rules.UNBOUNDED,
+    softcap: float = 0.0,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    kv_end: Tensor | None = None,
+    return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a rectangular batch. Differentiable in query, key, value, sinks and an
+    additive mask.
 
     Args:
-        query: `[B, S, Hq, D]`, float16, bfloat16, float32 or float64, or float8_e4m3fn with q_scale. Not scaled beforehand.
-        key, value: `[B, K, Hkv, D]`, `[B, K, Hkv, Dv]`, the query's dtype, or float8/int8 with both scales. Hq is a multiple of Hkv.
+        query: `[B, S, Hq, D]`, float16, bfloat16, float32 or float64, or float8_e4m3fn with
+            q_scale. Not scaled beforehand.
+        key, value: `[B, K, Hkv, D]`, `[B, K, Hkv, Dv]`, the query's dtype, or float8/int8 with both
+            scales. Hq is a multiple of Hkv.
         scale: factor on q.k; default `1 / sqrt(D)`.
-        causal: query i sees keys up to its own position. The last query is at the last visible key (bottom-right).
-        window: (left, right) keys visible besides the query's own position; -1 is unbounded, and so is 2**30 or more.
+        causal: query i sees keys up to its own position. The last query is at the last visible key
+            (bottom-right).
+        window: (left, right) keys visible besides the query's own position; -1 is unbounded, and so
+            is 2**30 or more.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is off.
-        mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float (added after the soft cap); or
-            `causal_lower_right(S, K)` or `causal_upper_left(S, K)` of torch.nn.attention.bias.
-            -inf hides a key. So does a number as low as -1e9 or finfo.min beside visible keys. A query all of whose logits are
-            finite and below -1e6 has finite results and gradients that are not specified; it changes no other query's.
-        sinks: `[Hq]` one logit a query head, part of the softmax denominator only. One of +inf takes all of the weight: its head
-            gives output 0 and lse +inf. Kernels of other packages may give NaN there.
+        mask: `[B or 1, Hq or 1, S or 1, K]`, leading dims optional; bool (True: visible) or float
+            (added after the soft cap); or `causal_lower_right(S, K)` or `causal_upper_left(S, K)`
+            of torch.nn.attention.bias. -inf hides a key. So does a number as low as -1e9 or
+            finfo.min beside visible keys. A query all of whose logits are finite and below -1e6 has
+            finite results and gradients that are not specified; it changes no other query's.
+        sinks: `[Hq]` one logit a query head, part of the softmax denominator only. One of +inf
+            takes all of the weight: its head gives output 0 and lse +inf. Kernels of other packages
+            may give NaN there.
         k_scale, v_scale: float32 `[1]` or `[Hkv]`; the stored key times k_scale is the key.
-        q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head. A float8 query needs it, has no gradient, and wants
-            a quantised key. A kernel may round the weights to the query's dtype.
-        attention_chunk: query and key see each other only within one chunk of this many positions; 0 is off, and so is 2**30 or
-            more.
-        kv_start, kv_end: int32 or int64 `[B]`; keys outside `[kv_start, kv_end)` are invisible and may hold anything.
+        q_scale: float32 `[1]` or `[Hkv]`, one for the query heads of each key head. A float8 query
+            needs it, has no gradient, and wants a quantised key. A kernel may round the weights to
+            the query's dtype.
+        attention_chunk: query and key see each other only within one chunk of this many positions;
+            0 is off, and so is 2**30 or more.
+        kv_start, kv_end: int32 or int64 `[B]`; keys outside `[kv_start, kv_end)` are invisible and
+            may hold anything.
         return_lse: also return the log-sum-exp.
         kernel: force a kernel by name for this call.
 
     Returns:
-        output `[B, S, Hq, Dv]` contiguous, the query's dtype (bfloat16 for float8); with return_lse also lse `[B, S, Hq]` float32, natural
-        log. A query that sees no key gives output 0 and lse -inf. Autocast changes neither dtypes nor numbers, here and in every other op.
+        output `[B, S, Hq, Dv]` contiguous, the query's dtype (bfloat16 for float8); with return_lse
+        also lse `[B, S, Hq]` float32, natural log. A query that sees no key gives output 0 and lse
+        -inf. Autocast changes neither dtypes nor numbers, here and in every other op.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel,
+            NoKernel: `kernel` cannot run.
     """
     left, right = eager_cache.window(window)
     attention_chunk = eager_cache.chunk(attention_chunk)
@@ -204,11 +294,28 @@ def attention(
     if mask is not None:
         eager_cache.mask(mask)
         mask = with_leading_dims(mask, query)
-    output, lse = ATTENTION(Attention(
-        query, key, value, mask, sinks, k_scale, v_scale, kv_start, kv_end, scale=eager_cache.default_scale(query, scale), causal=causal,
-        window_left=left, window_right=right, softcap=softcap, attention_chunk=attention_chunk, return_lse=return_lse, q_scale=q_scale,
-        policy=key_for("attention", kernel),
-    ))  # fmt: skip
+    output, lse = ATTENTION(
+        Attention(
+            query,
+            key,
+            value,
+            mask,
+            sinks,
+            k_scale,
+            v_scale,
+            kv_start,
+            kv_end,
+            scale=eager_cache.default_scale(query, scale),
+            causal=causal,
+            window_left=left,
+            window_right=right,
+            softcap=softcap,
+            attention_chunk=attention_chunk,
+            return_lse=return_lse,
+            q_scale=q_scale,
+            policy=key_for("attention", kernel),
+        )
+    )
     return (output, lse) if return_lse else output
 
 

@@ -1,4 +1,5 @@
-"""The calls of attention over dense and packed tokens, and of its gradients, that `attnops tune` times."""
+"""The calls of attention over dense and packed tokens, and of its gradients, that `attnops tune`
+times."""
 
 from __future__ import annotations
 
@@ -35,8 +36,21 @@ PACKED = Problem.kind("varlen_attention", **LLAMA)
 DENSE_GRADIENT = altered(DENSE, op="attention_backward", grad=True)
 PACKED_GRADIENT = altered(PACKED, op="varlen_attention_backward", grad=True)
 
-# Times are flat within a tile of 64 or 128 queries and jump at the next one: 128 and 136, 256 and 272.
-LONG_PROMPTS = (32.0, 64.0, 128.0, 136.0, 192.0, 256.0, 272.0, 384.0, 512.0, 640.0, *powers(1024, 16384))
+# Times are flat within a tile of 64 or 128 queries and jump at the next one: 128 and 136, 256 and
+# 272.
+LONG_PROMPTS = (
+    32.0,
+    64.0,
+    128.0,
+    136.0,
+    192.0,
+    256.0,
+    272.0,
+    384.0,
+    512.0,
+    640.0,
+    *powers(1024, 16384),
+)
 TRAINED, LONG = powers(512, 32768), powers(512, 32768, 4)
 BOTH_SIDES: Leaves = {"causal": False}
 WINDOW: Leaves = {"window": (1023, -1)}
@@ -47,13 +61,27 @@ TRAINING = 20
 
 
 def _gradients(kind: Problem, *last: Leaves) -> tuple[Sweep, ...]:
-    kinds: tuple[Leaves, ...] = (D64_4, GPT_OSS, WINDOW, DEEPSEEK, {"softcap": True}, D256, D64_MHA, MHA, *last)
-    longer = (prefill(TRAINING + i, kind, (1.0, 4.0, 16.0), LONG, **more) for i, more in enumerate(kinds, 1))
+    kinds: tuple[Leaves, ...] = (
+        D64_4,
+        GPT_OSS,
+        WINDOW,
+        DEEPSEEK,
+        {"softcap": True},
+        D256,
+        D64_MHA,
+        MHA,
+        *last,
+    )
+    longer = (
+        prefill(TRAINING + i, kind, (1.0, 4.0, 16.0), LONG, **more)
+        for i, more in enumerate(kinds, 1)
+    )
     return prefill(TRAINING, kind, (1.0, 2.0, 4.0, 16.0), TRAINED), *longer
 
 
 def forward(gradient: Sweep, of: Problem) -> Sweep:
-    """The forward of a training step, at the sizes of its gradient. of: any call of the forward's op."""
+    """The forward of a training step, at the sizes of its gradient. of: any call of the forward's
+    op."""
     return replace(gradient, kind=altered(gradient.kind, op=of.op, lse=True, grad=False))
 
 
@@ -61,7 +89,8 @@ DENSE_GRADIENTS = _gradients(DENSE_GRADIENT, D96, D64_MHA | BOTH_SIDES)
 PACKED_GRADIENTS = _gradients(PACKED_GRADIENT)
 TINY_GRADIENT = prefill(TRAINING, toy(DENSE_GRADIENT), FEWEST, SHORTEST, grid="tiny")
 
-# Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a kernel's first_calls_s.
+# Head dims of 128 come first: prebuilt kernels have them, and compilation for others may exhaust a
+# kernel's first_calls_s.
 TIMED = {
     "attention": (
         prefill(3, DENSE, FEW, LONG_PROMPTS),
@@ -74,7 +103,11 @@ TIMED = {
         prefill(11, DENSE, SOME, **D64, **BOTH_SIDES),
         prefill(11, DENSE, **BOTH_SIDES),
         prefill(15, DENSE, **DEEPSEEK),
-        *(way(17, PADDED, **heads) for heads in (GPT_OSS_WHOLE, GPT_OSS) for way in (decode, prefill)),
+        *(
+            way(17, PADDED, **heads)
+            for heads in (GPT_OSS_WHOLE, GPT_OSS)
+            for way in (decode, prefill)
+        ),
         prefill(19, DENSE, **D256),
         *(forward(gradient, DENSE) for gradient in DENSE_GRADIENTS),
         prefill(0, DENSE, (1.0, 4.0), (64.0, 256.0), grid="cpu", **F32),

@@ -1,4 +1,5 @@
-"""Packed attention: requests of different lengths one after the other, `[T, H, D]` with cumulative lengths, and its gradient."""
+"""Packed attention: requests of different lengths one after the other, `[T, H, D]` with cumulative
+lengths, and its gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ from torch import Tensor
 from attnops.core import eager_cache
 from attnops.core.eager_cache import key_for
 from attnops.core.op import Op, define
-from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, MASK, QUERY, STORED, Result, arg, record
+from attnops.core.record import (
+    FLOAT32,
+    FLOATS,
+    INT32,
+    KW_ONLY,
+    MASK,
+    QUERY,
+    STORED,
+    Result,
+    arg,
+    record,
+)
 from attnops.ops import rules, typical
 from attnops.ops.attention import reference
 from attnops.ops.attention.record import Options, differentiable
@@ -21,10 +33,21 @@ SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1", **rules.HEADS}
 
 
 MASKS = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
-RESULTS = (Result("output", "T, Hq, Dv", rules.result_dtype), Result("lse", "T, Hq", when="return_lse"))
+RESULTS = (
+    Result("output", "T, Hq, Dv", rules.result_dtype),
+    Result("lse", "T, Hq", when="return_lse"),
+)
 
 
-@record("varlen_attention", *RESULTS, least=LEAST, rules=rules.attention, stored="key", problem=SIZES, sums=True)
+@record(
+    "varlen_attention",
+    *RESULTS,
+    least=LEAST,
+    rules=rules.attention,
+    stored="key",
+    problem=SIZES,
+    sums=True,
+)
 class VarlenAttention(rules.Visible, rules.Lengths):
     """Attention over requests packed one after the other."""
 
@@ -60,7 +83,15 @@ VARLEN = define(
 GRADIENTS = rules.gradients("query", "key", "value", "sinks")
 
 
-@record("varlen_attention_backward", *GRADIENTS, least=LEAST, rules=rules.attention, stored="key", problem=SIZES, sums=True)
+@record(
+    "varlen_attention_backward",
+    *GRADIENTS,
+    least=LEAST,
+    rules=rules.attention,
+    stored="key",
+    problem=SIZES,
+    sums=True,
+)
 class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     """The gradient of packed attention."""
 
@@ -100,46 +131,100 @@ class _Packed(Options, total=False):
 
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, return_lse: Literal[False] = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = False,
     **more: Unpack[_Packed],
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, return_lse: Literal[True],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
     **more: Unpack[_Packed],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor]: ...
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, max_seqlen_q: int, max_seqlen_k: int,
-    scale: float | None = None, causal: bool = False, window: tuple[int, int] = rules.UNBOUNDED, softcap: float = 0.0,
-    mask: Tensor | None = None, sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    return_lse: bool = False, q_scale: Tensor | None = None, attention_chunk: int = 0, padded: bool = True, kernel: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over requests packed one after the other. Differentiable in query, key, value and sinks.
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = rules.UNBOUNDED,
+    softcap: float = 0.0,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    attention_chunk: int = 0,
+    padded: bool = True,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over requests packed one after the other. Differentiable in query, key, value and
+    sinks.
 
     Args:
         query: `[T, Hq, D]`. key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`. dtypes as in `attention`.
-        cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]`, starting at 0; request b owns tokens `cu[b]:cu[b + 1]`. Rows past `cu[B]` are
-            padding and may hold anything; the output of such a query is 0.
+        cu_seqlens_q, cu_seqlens_k: int32 `[B + 1]`, starting at 0; request b owns tokens
+            `cu[b]:cu[b + 1]`. Rows past `cu[B]` are padding and may hold anything; the output of
+            such a query is 0.
         max_seqlen_q, max_seqlen_k: upper bounds in tokens on the requests' lengths, host ints.
-        mask: `[T, >= max_seqlen_k]`, bool or additive as in `attention`; column j is key j of the token's request.
-        padded: False promises that there are no padding rows, which saves fa3 a copy of the value and a clear of the output. The output
-            is undefined where the promise is broken.
-        scale, causal, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk, kernel: as in `attention`, by request.
+        mask: `[T, >= max_seqlen_k]`, bool or additive as in `attention`; column j is key j of the
+            token's request.
+        padded: False promises that there are no padding rows, which saves fa3 a copy of the value
+            and a clear of the output. The output is undefined where the promise is broken.
+        scale, causal, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk, kernel:
+        as in `attention`, by request.
 
     Returns:
-        output `[T, Hq, Dv]`, the query's dtype (bfloat16 for float8); with return_lse also lse `[T, Hq]` float32, natural log.
+        output `[T, Hq, Dv]`, the query's dtype (bfloat16 for float8); with return_lse also lse
+        `[T, Hq]` float32, natural log.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel,
+            NoKernel: `kernel` cannot run.
     """
     left, right = eager_cache.window(window)
     attention_chunk = eager_cache.chunk(attention_chunk)
     if mask is not None:
         eager_cache.mask(mask)
-    output, lse = VARLEN(VarlenAttention(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, mask, sinks, k_scale, v_scale, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, scale=eager_cache.default_scale(query, scale), causal=causal, window_left=left, window_right=right,
-        softcap=softcap, attention_chunk=attention_chunk, return_lse=return_lse, q_scale=q_scale, padded=padded,
-        policy=key_for("varlen_attention", kernel),
-    ))  # fmt: skip
+    output, lse = VARLEN(
+        VarlenAttention(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            mask,
+            sinks,
+            k_scale,
+            v_scale,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            scale=eager_cache.default_scale(query, scale),
+            causal=causal,
+            window_left=left,
+            window_right=right,
+            softcap=softcap,
+            attention_chunk=attention_chunk,
+            return_lse=return_lse,
+            q_scale=q_scale,
+            padded=padded,
+            policy=key_for("varlen_attention", kernel),
+        )
+    )
     return (output, lse) if return_lse else output

@@ -1,4 +1,5 @@
-"""Attention of torch and of others, called as their documentation has it on the tensors of a call of ours.
+"""Attention of torch and of others, called as their documentation has it on the tensors of a call
+of ours.
 
 VENDORS has, by op, the calls by name: functions of the op's record and of a compiler. Each gives a
 run, or None where its peer cannot answer the call; those of a gradient take the record of the
@@ -27,7 +28,8 @@ from attnops.ops.attention.varlen import VarlenAttention
 
 Inputs = Mapping[str, Tensor]
 Attend = Callable[[Inputs], Tensor]
-"""From query, key, value and perhaps mask and sinks, laid out as in the op, to the output as the op has it."""
+"""From query, key, value and perhaps mask and sinks, laid out as in the op, to the output as the op
+has it."""
 Compiler = Callable[..., Any]
 """`torch.compile`, or a function like it."""
 Run = Callable[[], Any]
@@ -52,7 +54,8 @@ def given(c: Call, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def public(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an op as its public function takes them, which has both sides of the window as one."""
+    """The arguments of an op as its public function takes them, which has both sides of the window
+    as one."""
     given = dict(arguments)
     sides = given.pop("window_left", -1), given.pop("window_right", -1)
     return given | {"window": sides}
@@ -64,18 +67,36 @@ def on_gpu(c: Any) -> bool:
 
 
 def sdpa(c: Any, compiler: Compiler | None = None, backends: Any = ()) -> Attend | None:
-    """`scaled_dot_product_attention`, by the backends if given: dense calls, causal or not, perhaps with an additive mask."""
-    left_out = {"window_left", "softcap", "sinks", "attention_chunk"} | ({"mask"} if backends else set())
-    if packed(c) or left_out & asked(c) or (backends == SDPBackend.CUDNN_ATTENTION and not on_gpu(c)):
+    """`scaled_dot_product_attention`, by the backends if given: dense calls, causal or not, perhaps
+    with an additive mask."""
+    left_out = {"window_left", "softcap", "sinks", "attention_chunk"} | (
+        {"mask"} if backends else set()
+    )
+    if (
+        packed(c)
+        or left_out & asked(c)
+        or (backends == SDPBackend.CUDNN_ATTENTION and not on_gpu(c))
+    ):
         return None
     causal, scale, masked = c.causal, c.scale, c.mask is not None
-    hidden = torch.ones(c.mask.shape[-2:], dtype=torch.bool, device=c.mask.device).triu(1) if masked and causal else None
+    hidden = (
+        torch.ones(c.mask.shape[-2:], dtype=torch.bool, device=c.mask.device).triu(1)
+        if masked and causal
+        else None
+    )
 
     def run(given: Inputs) -> Tensor:
         q, k, v = (given[n].transpose(1, 2) for n in TENSORS)
         bias = given.get("mask")
-        bias = bias.masked_fill(hidden, float("-inf")) if bias is not None and hidden is not None else bias
-        more: dict[str, Any] = {"is_causal": causal and bias is None, "enable_gqa": q.shape[1] != k.shape[1]}
+        bias = (
+            bias.masked_fill(hidden, float("-inf"))
+            if bias is not None and hidden is not None
+            else bias
+        )
+        more: dict[str, Any] = {
+            "is_causal": causal and bias is None,
+            "enable_gqa": q.shape[1] != k.shape[1],
+        }
         with sdpa_kernel(backends) if backends else nullcontext():
             out = scaled_dot_product_attention(q, k, v, bias, scale=scale, **more)
         return out.transpose(1, 2)
@@ -84,12 +105,17 @@ def sdpa(c: Any, compiler: Compiler | None = None, backends: Any = ()) -> Attend
 
 
 def flex(c: Any, compiler: Compiler) -> Attend:
-    """`flex_attention`, compiled, with a block mask. Sinks: the output times the share of the keys, which follows from the lse."""
+    """`flex_attention`, compiled, with a block mask. Sinks: the output times the share of the keys,
+    which follows from the lse."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     tokens, device, flat = c.query.shape[-3], c.query.device, packed(c)
     causal, left, cap, chunk = c.causal, c.window_left, c.softcap, c.attention_chunk
-    document = torch.searchsorted(c.cu_seqlens_q[1:], torch.arange(tokens, device=device), right=True) if flat else None
+    document = (
+        torch.searchsorted(c.cu_seqlens_q[1:], torch.arange(tokens, device=device), right=True)
+        if flat
+        else None
+    )
 
     def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
         visible = (k <= q) if causal else (k >= 0)
@@ -102,16 +128,28 @@ def flex(c: Any, compiler: Compiler) -> Attend:
 
     mask = create_block_mask(seen, None, None, tokens, tokens, device=str(device))
     compiled = compiler(flex_attention, dynamic=False)
-    options: dict[str, Any] = {"score_mod": capped if cap else None, "block_mask": mask, "scale": c.scale, "enable_gqa": True}
+    options: dict[str, Any] = {
+        "score_mod": capped if cap else None,
+        "block_mask": mask,
+        "scale": c.scale,
+        "enable_gqa": True,
+    }
 
     def run(given: Inputs) -> Tensor:
         q, k, v = ((given[n][None] if flat else given[n]).transpose(1, 2) for n in TENSORS)
         if "mask" in given:  # it is added to the logits, and gets a gradient
             bias = given["mask"]
-            out = compiled(q, k, v, **{**options, "score_mod": lambda score, b, h, q, k: score + bias[0, h, q, k]})
+            out = compiled(
+                q,
+                k,
+                v,
+                **{**options, "score_mod": lambda score, b, h, q, k: score + bias[0, h, q, k]},
+            )
         elif "sinks" in given:
             out, aux = compiled(q, k, v, return_aux=AuxRequest(lse=True), **options)
-            out = out * torch.sigmoid(aux.lse - given["sinks"].float()[:, None])[..., None].to(out.dtype)
+            out = out * torch.sigmoid(aux.lse - given["sinks"].float()[:, None])[..., None].to(
+                out.dtype
+            )
         else:
             out = compiled(q, k, v, **options)
         turned: Tensor = out.transpose(1, 2)
@@ -127,9 +165,16 @@ def fa4(c: Any, compiler: Compiler | None = None, deterministic: bool = False) -
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     window = (c.window_left, 0 if c.causal else None) if c.window_left >= 0 else (None, None)
-    options: dict[str, Any] = {"softmax_scale": c.scale, "causal": c.causal, "window_size": window, "softcap": c.softcap}
+    options: dict[str, Any] = {
+        "softmax_scale": c.scale,
+        "causal": c.causal,
+        "window_size": window,
+        "softcap": c.softcap,
+    }
     options |= {"deterministic": True} if deterministic else {}
-    function: Any = partial(flash_attn_varlen_func, **given(c, LENGTHS)) if packed(c) else flash_attn_func
+    function: Any = (
+        partial(flash_attn_varlen_func, **given(c, LENGTHS)) if packed(c) else flash_attn_func
+    )
 
     def run(given: Inputs) -> Tensor:
         found = function(*(given[n] for n in TENSORS), learnable_sink=given.get("sinks"), **options)
@@ -140,7 +185,8 @@ def fa4(c: Any, compiler: Compiler | None = None, deterministic: bool = False) -
 
 
 def varlen(c: Any, compiler: Compiler | None = None, repeat: bool = True) -> Attend | None:
-    """`torch.nn.attention.varlen.varlen_attn`. Where this torch has no grouped heads there, key heads are repeated, or it is left out."""
+    """`torch.nn.attention.varlen.varlen_attn`. Where this torch has no grouped heads there, key
+    heads are repeated, or it is left out."""
     if not on_gpu(c) or not packed(c) or {"softcap", "sinks", "attention_chunk"} & asked(c):
         return None
     from torch.nn.attention.varlen import varlen_attn
@@ -156,7 +202,10 @@ def varlen(c: Any, compiler: Compiler | None = None, repeat: bool = True) -> Att
         return None
 
     def run(given: Inputs) -> Tensor:
-        keys = (given[n].repeat_interleave(groups, 1) if groups > 1 else given[n] for n in ("key", "value"))
+        keys = (
+            given[n].repeat_interleave(groups, 1) if groups > 1 else given[n]
+            for n in ("key", "value")
+        )
         out: Tensor = function(given["query"], *keys, *lengths, scale=scale, **more)
         return out
 
@@ -174,10 +223,17 @@ def dense(c: Any) -> Attention | None:
 
 
 def of_one_length(c: Any, tensors: list[Tensor]) -> Attention | None:
-    """The rules of `c` over query, key and value of requests of one length: prompts, or steps. None of others."""
+    """The rules of `c` over query, key and value of requests of one length: prompts, or steps. None
+    of others."""
     if (new := tensors[0].shape[1]) not in (1, tensors[1].shape[1]):
         return None
-    return Attention(**{**given(c, RULES), **dict(zip(TENSORS, tensors, strict=True)), "causal": c.causal and new > 1})
+    return Attention(
+        **{
+            **given(c, RULES),
+            **dict(zip(TENSORS, tensors, strict=True)),
+            "causal": c.causal and new > 1,
+        }
+    )
 
 
 def joined(c: Any) -> VarlenAttention:
@@ -187,10 +243,16 @@ def joined(c: Any) -> VarlenAttention:
     (batch, queries), keys = c.query.shape[:2], c.key.shape[1]
     ends = torch.arange(batch + 1, dtype=torch.int32, device=c.query.device)
     lengths = zip(LENGTHS, (ends * queries, ends * keys, queries, keys), strict=True)
-    return VarlenAttention(**given(c, (*RULES, "sinks")), **{n: getattr(c, n).flatten(0, 1) for n in TENSORS}, **dict(lengths))
+    return VarlenAttention(
+        **given(c, (*RULES, "sinks")),
+        **{n: getattr(c, n).flatten(0, 1) for n in TENSORS},
+        **dict(lengths),
+    )
 
 
-def bound(make: Callable[[Any, Compiler], Attend | None], form: Callable[[Any], Any] = dense) -> Vendor:
+def bound(
+    make: Callable[[Any, Compiler], Attend | None], form: Callable[[Any], Any] = dense
+) -> Vendor:
     """A peer that is a function of tensors, on those of the call in a form that it takes."""
 
     def run(c: Any, compiler: Compiler) -> Run | None:
@@ -215,7 +277,12 @@ def fa3(c: Any, compiler: Compiler | None = None) -> Run | None:
     from sgl_kernel.flash_attn import flash_attn_varlen_func
 
     c = joined(c)
-    return partial(flash_attn_varlen_func, *given(c, (*TENSORS, *LENGTHS)).values(), softmax_scale=c.scale, causal=c.causal)
+    return partial(
+        flash_attn_varlen_func,
+        *given(c, (*TENSORS, *LENGTHS)).values(),
+        softmax_scale=c.scale,
+        causal=c.causal,
+    )
 
 
 FORWARD: dict[str, Vendor] = {

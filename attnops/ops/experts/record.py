@@ -1,4 +1,5 @@
-"""The experts of a mixture: both products of the experts chosen for each token, and their weighted sum, as one op."""
+"""The experts of a mixture: both products of the experts chosen for each token, and their weighted
+sum, as one op."""
 
 from __future__ import annotations
 
@@ -18,17 +19,33 @@ from attnops.ops import typical
 from attnops.ops.experts.reference import experts as reference
 from attnops.ops.linear.reference import GATES
 
-LEAST = {"E": ">= 1 expert", "In": ">= 1 column", "Inner": ">= 1 column", "Out": ">= 1 row", "K": ">= 1 expert"}
+LEAST = {
+    "E": ">= 1 expert",
+    "In": ">= 1 column",
+    "Inner": ">= 1 column",
+    "Out": ">= 1 row",
+    "K": ">= 1 expert",
+}
 
 
 def enough_experts(sizes: Sizes) -> None:
     """A token chooses at most as many experts as there are."""
-    need(sizes["K"] <= sizes["E"], "top_k_index.shape[1]", sizes["K"], f"<= {sizes['E']} (E, as gate_up.shape[0])")
+    need(
+        sizes["K"] <= sizes["E"],
+        "top_k_index.shape[1]",
+        sizes["K"],
+        f"<= {sizes['E']} (E, as gate_up.shape[0])",
+    )
 
 
 def facts_of(inner: Any, sizes: Sizes) -> dict[str, Any]:
     """What a Problem says of a mixture. inner: the width of its experts."""
-    return {"in_features": int(sizes["In"]), "out_features": int(inner), "experts": int(sizes["E"]), "top_k": int(sizes["K"])}
+    return {
+        "in_features": int(sizes["In"]),
+        "out_features": int(inner),
+        "experts": int(sizes["E"]),
+        "top_k": int(sizes["K"]),
+    }
 
 
 def _rules(call: Any, sizes: Sizes) -> None:
@@ -67,7 +84,16 @@ EXPERTS = define(
         reference,
         flops="2 * T * K * Inner * (2 * In + Out)",
         about="experts of a mixture: both products, the gated activation and the weighted sum",
-        typical=({**typical.BF16, **typical.STEP, "in_features": 2048, "out_features": 768, "experts": 128, "top_k": 8},),
+        typical=(
+            {
+                **typical.BF16,
+                **typical.STEP,
+                "in_features": 2048,
+                "out_features": 768,
+                "experts": 128,
+                "top_k": 8,
+            },
+        ),
     )
 )
 
@@ -91,54 +117,89 @@ def experts(
 ) -> Tensor:
     """The weighted sum of the experts chosen for each token. No gradient.
 
-    Expert e takes `y = x @ gate_up[e].T + gate_up_bias[e]`, a gate g and a factor u of each of Inner numbers. With a limit, g is at most
-    that and u within plus and minus that. Then `h = act(g) * (u + offset)`, where silu is `g * sigmoid(alpha * g)`, and the expert gives
-    `h @ down[e].T + down_bias[e]`. In float16 g, u, h and what the expert gives saturate at 65,504. Weights may have any strides: of
-    layers that keep them as `[E, In, 2 Inner]`, pass `.transpose(1, 2)`.
+    Expert e takes `y = x @ gate_up[e].T + gate_up_bias[e]`, a gate g and a factor u of each of
+    Inner numbers. With a limit, g is at most that and u within plus and minus that. Then
+    `h = act(g) * (u + offset)`, where silu is `g * sigmoid(alpha * g)`, and the expert gives
+    `h @ down[e].T + down_bias[e]`. In float16 g, u, h and what the expert gives saturate at 65,504.
+    Weights may have any strides: of layers that keep them as `[E, In, 2 Inner]`, pass
+    `.transpose(1, 2)`.
 
     Args:
         x: `[T, In]`, float.
-        gate_up: `[E, 2 Inner, In]`, the Inner rows of the gates, then those of the factors. All weights and biases have the dtype of `x`.
+        gate_up: `[E, 2 Inner, In]`, the Inner rows of the gates, then those of the factors. All
+            weights and biases have the dtype of `x`.
         down: `[E, Out, Inner]`.
-        top_k_index: int32 or int64 `[T, K]`, the experts of each token; K is at most E. An expert that comes twice counts twice. A number
-            that is no expert adds nothing to the sum; on a CPU it is refused.
+        top_k_index: int32 or int64 `[T, K]`, the experts of each token; K is at most E. An expert
+            that comes twice counts twice. A number that is no expert adds nothing to the sum; on a
+            CPU it is refused.
         top_k_weights: float `[T, K]`, of any float dtype.
         gate_up_bias: `[E, 2 Inner]`. down_bias: `[E, Out]`.
-        activation: `"silu"`, `"gelu"` or `"gelu_tanh"`. GLU variants: https://arxiv.org/abs/2002.05202.
+        activation: `"silu"`, `"gelu"` or `"gelu_tanh"`. GLU variants:
+            https://arxiv.org/abs/2002.05202.
         interleaved: rows of gates and factors take turns, the gate first, as gpt-oss has them.
         alpha: of silu; 1.702 for gpt-oss.
         limit: 7 for gpt-oss; 0: no limit.
         offset: what is added to the factor; 1 for gpt-oss.
-        output: `[T, Out]`, to write into; allocated when None. It shares no memory with the other tensors.
+        output: `[T, Out]`, to write into; allocated when None. It shares no memory with the other
+            tensors.
         kernel: force a kernel by name for this call.
 
     Returns:
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input
+            requires grad. UnknownKernel, NoKernel.
     """
     output = prepared(x, gate_up, down, top_k_index, output)
-    EXPERTS(Experts(
-        x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias, activation=activation, interleaved=interleaved, alpha=alpha,
-        limit=limit, offset=offset, policy=key_for("experts", kernel), output=output,
-    ))  # fmt: skip
+    EXPERTS(
+        Experts(
+            x,
+            gate_up,
+            down,
+            top_k_index,
+            top_k_weights,
+            gate_up_bias,
+            down_bias,
+            activation=activation,
+            interleaved=interleaved,
+            alpha=alpha,
+            limit=limit,
+            offset=offset,
+            policy=key_for("experts", kernel),
+            output=output,
+        )
+    )
     return output
 
 
-def prepared(x: Tensor, gate_up: Tensor, down: Tensor, top_k_index: Tensor, output: Tensor | None, packed: str = "") -> Tensor:
+def prepared(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k_index: Tensor,
+    output: Tensor | None,
+    packed: str = "",
+) -> Tensor:
     """`output`, allocated when None.
 
-    packed: the part of a dim of columns that a weight stores, as `" // 2"`. Raises InvalidInput: a tensor that a public function looks into
-    before the op checks its call is none, or has other dims; a number of `top_k_index` on the CPU is no expert.
+    packed: the part of a dim of columns that a weight stores, as `" // 2"`. Raises InvalidInput: a
+    tensor that a public function looks into before the op checks its call is none, or has other
+    dims; a number of `top_k_index` on the CPU is no expert.
     """
     eager_cache.tensors(x=x, gate_up=gate_up, down=down, top_k_index=top_k_index)
-    wanted = ("x", x, "[T, In]"), ("gate_up", gate_up, f"[E, 2 Inner, In{packed}]"), ("down", down, f"[E, Out, Inner{packed}]")
+    wanted = (
+        ("x", x, "[T, In]"),
+        ("gate_up", gate_up, f"[E, 2 Inner, In{packed}]"),
+        ("down", down, f"[E, Out, Inner{packed}]"),
+    )
     for field, given, dims in wanted:
         check_strided(field, given, dims[1:-1])
         if given.dim() != dims.count(",") + 1:
             fail(InvalidInput, field, f"shape {tuple(given.shape)}", dims)
-    traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0  # a mode that captures reads no data
+    traced = (
+        torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0
+    )  # a mode that captures reads no data
     if top_k_index.device.type == "cpu" and not traced:
         _check_index(top_k_index, gate_up.shape[0])
     return x.new_empty((x.shape[0], down.shape[1])) if output is None else output
@@ -146,7 +207,13 @@ def prepared(x: Tensor, gate_up: Tensor, down: Tensor, top_k_index: Tensor, outp
 
 def _check_index(index: Tensor, experts: int) -> None:
     """Raise InvalidInput for a number that is no expert, in a tensor of integers on the CPU."""
-    if type(index) is not Tensor or index.is_nested or index.layout != torch.strided or index.dtype not in INDEX or not index.numel():
+    if (
+        type(index) is not Tensor
+        or index.is_nested
+        or index.layout != torch.strided
+        or index.dtype not in INDEX
+        or not index.numel()
+    ):
         return  # the op checks it; a tensor subclass may hold no data
     low, high = (int(n) for n in index.aminmax())
     for n in (low, high):

@@ -1,4 +1,5 @@
-"""Reference of the routing of a mixture: the experts of each token, then their weights, in float32 or float64."""
+"""Reference of the routing of a mixture: the experts of each token, then their weights, in float32
+or float64."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def chosen(call: Route, logits: Tensor, bias: Tensor | None, top_k: int) -> Tens
         # No masks: an expert of another group would be as good as one of -inf.
         parts, numbers = (t.unflatten(1, (call.groups, -1)) for t in (value, number))
         best = parts.sort(-1, descending=True).values[..., : call.group_best].sum(-1)
-        kept = _first(best, call.top_groups).sort(-1).values[..., None].expand(-1, -1, parts.shape[2])
+        kept = (
+            _first(best, call.top_groups).sort(-1).values[..., None].expand(-1, -1, parts.shape[2])
+        )
         value, number = parts.gather(1, kept).flatten(1), numbers.gather(1, kept).flatten(1)
     return number.gather(1, _first(value, top_k))
 
@@ -56,7 +59,11 @@ def weighed(call: Route, logits: Tensor, index: Tensor) -> Tensor:
         return picked.softmax(-1) * scale  # the other logits cancel
     else:
         weights = logits.softmax(-1).gather(1, index)
-    return weights / (weights.sum(-1, keepdim=True) + float(call.eps)) * scale if call.normalize else weights * scale
+    return (
+        weights / (weights.sum(-1, keepdim=True) + float(call.eps)) * scale
+        if call.normalize
+        else weights * scale
+    )
 
 
 def _first(x: Tensor, n: int) -> Tensor:

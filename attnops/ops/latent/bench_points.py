@@ -20,5 +20,7 @@ POINTS: Points = {
             Requests(15, "float8 latent decode", FLOAT8, 64, 1, 8192),
         )
     },
-    "write_latent": {"data": tuple(Written(2, "write_latent", n, {"Dc": 512, "Dr": 64}, 64) for n in (64, 4096))},
+    "write_latent": {
+        "data": tuple(Written(2, "write_latent", n, {"Dc": 512, "Dr": 64}, 64) for n in (64, 4096))
+    },
 }

@@ -15,6 +15,13 @@ TIMED = {
         *(decode(6, MLA, *USUAL, q_heads=n) for n in (32, 64)),
         *(decode(6, MLA, q_heads=n, page_size=16) for n in (128, 16)),
         *(extend(6, MLA, FEW, VERIFY, q_heads=n) for n in (128, 16)),
-        decode(2, MLA, FEWEST, SHORTEST, grid="tiny", **TOY | {"kv_heads": 1, "head_dim": 20, "rope_dim": 4, "page_size": 4}),
+        decode(
+            2,
+            MLA,
+            FEWEST,
+            SHORTEST,
+            grid="tiny",
+            **TOY | {"kv_heads": 1, "head_dim": 20, "rope_dim": 4, "page_size": 4},
+        ),
     )
 }

@@ -1,13 +1,14 @@
 """How far from the exact result a kernel of a linear layer may be.
 
-Written with u, the unit roundoff of the dtype, and a, that of float32, or of float64 for float64. Of row x, weight row w and gain g, with
-n = x g rsqrt(mean(x^2) + eps), or n = x, S = sum |n w| + |bias| of a result y before the activation, R = |y| + sqrt(sum (n w)^2) +
+Written with u, the unit roundoff of the dtype, and a, that of float32, or of float64 for float64.
+Of row x, weight row w and gain g, with n = x g rsqrt(mean(x^2) + eps), or n = x, S = sum |n w| +
+|bias| of a result y before the activation, R = |y| + sqrt(sum (n w)^2) +
 |bias|, the size of its partial sums, and s half the least subnormal step,
 
     delta(y) = 4 (u R + s) + a (sqrt(In) + 8) S
 
-norm, gain, their product and y itself are each rounded at most once, and roundings of different numbers are independent. With an
-activation, whose slope is below 1.13, of gate y and up z,
+norm, gain, their product and y itself are each rounded at most once, and roundings of different
+numbers are independent. With an activation, whose slope is below 1.13, of gate y and up z,
 
     delta(output) = 1.13 delta(y) (|z| + delta(z)) + |y| delta(z) + (3 u + 8 a) |y z|
 
@@ -31,7 +32,9 @@ def _linear(call: Any, expected: Results) -> Allowed:
     if call.norm_weight is not None:
         gain = call.norm_weight.double() + call.norm_offset
         x = x * gain * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.norm_eps)
-    y, partial, sizes = product(x, call.weight.double().T, x.new_zeros(()) if call.bias is None else call.bias.double())
+    y, partial, sizes = product(
+        x, call.weight.double().T, x.new_zeros(()) if call.bias is None else call.bias.double()
+    )
     off = 4 * (u * partial + step(dtype)) + a * (sqrt(width) + 8) * sizes
     if call.activation:
         (gate, up), (off, off_up) = y.abs().chunk(2, -1), off.chunk(2, -1)

@@ -9,20 +9,40 @@ NORM, GEMMA, BIAS, RES = {"norm": 0.0}, {"norm": 1.0}, {"bias": True}, {"residua
 SILU, GELU, TANH = ({"activation": name} for name in ("silu", "gelu", "gelu_tanh"))
 ALL = NORM | BIAS | RES | SILU
 LINEARS: Rows = {
-    **at(MAIN, {
-        "plain": {}, "norm": NORM, "norm_offset": GEMMA, "bias": BIAS, "residual": RES, "silu": SILU, "gelu": GELU, "gelu_tanh": TANH,
-    }),
-    "all": (5, 72, 40, ALL), "all_offset": (5, 72, 40, ALL | GEMMA | TANH), "no_rows": (0, 48, 40, ALL), "one_number": (1, 1, 1, ALL),
+    **at(
+        MAIN,
+        {
+            "plain": {},
+            "norm": NORM,
+            "norm_offset": GEMMA,
+            "bias": BIAS,
+            "residual": RES,
+            "silu": SILU,
+            "gelu": GELU,
+            "gelu_tanh": TANH,
+        },
+    ),
+    "all": (5, 72, 40, ALL),
+    "all_offset": (5, 72, 40, ALL | GEMMA | TANH),
+    "no_rows": (0, 48, 40, ALL),
+    "one_number": (1, 1, 1, ALL),
     "float64": (*MAIN, F64, ALL),
-    **{f"{name}-{rows}_rows": (rows, 300, 136, *more) for rows in (1, 2, 17, 64, 65)
-       for name, more in (("bfloat16", (BF16,)), ("bfloat16_all", (BF16, ALL)))},
-    "bfloat16_one_row-offset": (1, 272, 33, BF16, GEMMA | TANH | BIAS), "float16": (2, 272, 33, F16, BIAS | RES | GELU),
-    "float16_one_row": (1, 1040, 33, F16, BIAS | SILU), "float16_norm": (3, 300, 33, F16, NORM),
-    "bfloat16_8_rows": (8, 300, 100, BF16, BIAS | RES), "float32_one_row": (1, 700, 50, ALL | GELU),
-    "float32_33_rows": (33, 700, 50, ALL), "bfloat16_wide": (4, 64, 8000, BF16, NORM),
+    **{
+        f"{name}-{rows}_rows": (rows, 300, 136, *more)
+        for rows in (1, 2, 17, 64, 65)
+        for name, more in (("bfloat16", (BF16,)), ("bfloat16_all", (BF16, ALL)))
+    },
+    "bfloat16_one_row-offset": (1, 272, 33, BF16, GEMMA | TANH | BIAS),
+    "float16": (2, 272, 33, F16, BIAS | RES | GELU),
+    "float16_one_row": (1, 1040, 33, F16, BIAS | SILU),
+    "float16_norm": (3, 300, 33, F16, NORM),
+    "bfloat16_8_rows": (8, 300, 100, BF16, BIAS | RES),
+    "float32_one_row": (1, 700, 50, ALL | GELU),
+    "float32_33_rows": (33, 700, 50, ALL),
+    "bfloat16_wide": (4, 64, 8000, BF16, NORM),
     "bfloat16_wide_silu": (4, 64, 8000, BF16, NORM | SILU),
     "bfloat16_wide_one_row": (1, 64, 600, BF16, NORM | RES),
-}  # fmt: skip
+}
 
 
 def _layer(scene: Scene, outs: int, norm: float | None = None) -> Given:

@@ -14,11 +14,16 @@ PARTS = {"norm_weight": "norm", "activation": "activation", "residual": "residua
 
 
 def distance(kind: Problem, p: Problem) -> float:
-    """Octaves between the weights' sizes, and 1 for each of PARTS that one of both has; infinite for another width of numbers."""
+    """Octaves between the weights' sizes, and 1 for each of PARTS that one of both has; infinite
+    for another width of numbers."""
     if not p.in_features or not p.out_features or p.dtype.itemsize != kind.dtype.itemsize:
         return inf
     others = sum(part in kind.asks ^ p.asks for part in PARTS)
-    return octaves(kind.out_features, p.out_features) + octaves(kind.in_features, p.in_features) + others
+    return (
+        octaves(kind.out_features, p.out_features)
+        + octaves(kind.in_features, p.in_features)
+        + others
+    )
 
 
 def place(kind: Problem, p: Problem) -> Sizes:

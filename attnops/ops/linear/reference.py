@@ -1,4 +1,5 @@
-"""Reference linear layers: the RMS norm, the product, the gated activation and the residual, one after the other."""
+"""Reference linear layers: the RMS norm, the product, the gated activation and the residual, one
+after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from attnops.core.tensors import wide
 if TYPE_CHECKING:
     from attnops.ops.linear.record import Linear
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 """By the op's `activation`, the function of a gate."""
 
 
@@ -31,7 +36,11 @@ def linear(call: Linear) -> None:
     """The reference of `attnops.ops.linear`."""
     x = wide(call.x)
     if call.norm_weight is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.norm_eps) * (call.norm_offset + call.norm_weight.to(x.dtype))
+        x = (
+            x
+            * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.norm_eps)
+            * (call.norm_offset + call.norm_weight.to(x.dtype))
+        )
     y = F.linear(x, call.weight.to(x.dtype), None if call.bias is None else call.bias.to(x.dtype))
     if call.activation:
         gate, up = y.chunk(2, -1)

@@ -15,13 +15,22 @@ NORM, GATE, RESIDUAL = ("norm_weight", "norm_eps"), ("activation",), ("residual"
 
 
 def product(outs: int, width: int, *asks: str) -> Problem:
-    """The kind of a linear layer with a weight `[outs, width]`. asks: the arguments for what is around its product."""
-    return Problem.kind("linear", **BF16, out_features=outs, in_features=width, asks=frozenset(asks))
+    """The kind of a linear layer with a weight `[outs, width]`. asks: the arguments for what is
+    around its product."""
+    return Problem.kind(
+        "linear", **BF16, out_features=outs, in_features=width, asks=frozenset(asks)
+    )
 
 
-def products(hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int, head_dim: int = 128) -> dict[str, Problem]:
-    """The linears of a layer and of the logits, with what is around them. Without `inner` the layer has experts."""
-    gated = {"gate_up": product(2 * inner, hidden, *NORM, *GATE), "down": product(hidden, inner, *RESIDUAL)}
+def products(
+    hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int, head_dim: int = 128
+) -> dict[str, Problem]:
+    """The linears of a layer and of the logits, with what is around them. Without `inner` the layer
+    has experts."""
+    gated = {
+        "gate_up": product(2 * inner, hidden, *NORM, *GATE),
+        "down": product(hidden, inner, *RESIDUAL),
+    }
     return {
         "qkv": product((heads + 2 * kv_heads) * head_dim, hidden, *NORM),
         "o": product(hidden, heads * head_dim, *RESIDUAL),

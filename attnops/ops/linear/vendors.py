@@ -1,4 +1,5 @@
-"""torch's product alone, without what is around it: it has another result, which is not compared."""
+"""torch's product alone, without what is around it: it has another result, which is not
+compared."""
 
 from __future__ import annotations
 
@@ -14,4 +15,6 @@ def product(c: Any, compiler: Callable[..., Any]) -> Callable[[], Any]:
     return partial(torch.nn.functional.linear, c.x, c.weight)
 
 
-VENDORS: dict[str, Mapping[str, Callable[[Any, Callable[..., Any]], Callable[[], Any]]]] = {"linear": {"product": product}}
+VENDORS: dict[str, Mapping[str, Callable[[Any, Callable[..., Any]], Callable[[], Any]]]] = {
+    "linear": {"product": product}
+}

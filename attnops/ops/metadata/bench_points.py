@@ -19,8 +19,16 @@ class Table(Filled):
 
     def filled(self, pool: Any) -> tuple[dict[str, int], dict[str, Any]]:
         """All of them."""
-        table = torch.randperm(64 * 512, generator=pool.generator, device=pool.device).to(torch.int32).view(64, 512)
-        return {}, {"page_table": table, "seq_lens": pool.ints([i * 7919 % 8192 for i in range(64)]), "page_size": 16}
+        table = (
+            torch.randperm(64 * 512, generator=pool.generator, device=pool.device)
+            .to(torch.int32)
+            .view(64, 512)
+        )
+        return {}, {
+            "page_table": table,
+            "seq_lens": pool.ints([i * 7919 % 8192 for i in range(64)]),
+            "page_size": 16,
+        }
 
     def used(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """As many ids as there are pages."""

@@ -35,7 +35,11 @@ class Copied(Filled):
         size = self.layers, -(-self.slots // 16), 16, SIZES["Hkv"], SIZES["D"]
         given = {name: pool.take(*size, dtype=torch.bfloat16) for name in ("k_pages", "v_pages")}
         order = torch.randperm(self.slots, generator=pool.generator, device=pool.device)
-        return {}, {**given, "source": torch.arange(self.slots, device=pool.device), "target": order}
+        return {}, {
+            **given,
+            "source": torch.arange(self.slots, device=pool.device),
+            "target": order,
+        }
 
     def moved(self, given: Mapping[str, Any], written: tuple[str, ...]) -> int:
         """Every slot is read and written."""
@@ -61,5 +65,7 @@ POINTS: Points = {
             Written(1, "write_kv", 4096, SIZES, dtype="int8"),
         )
     },
-    "copy_kv": {"data": tuple(Copied(4, n, m) for n, m in ((64, 32), (8, 32), (256, 32), (2048, 8)))},
+    "copy_kv": {
+        "data": tuple(Copied(4, n, m) for n, m in ((64, 32), (8, 32), (256, 32), (2048, 8)))
+    },
 }

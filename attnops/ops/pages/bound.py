@@ -1,7 +1,8 @@
 """How far from the exact result a kernel over pages may be: as in `attnops.ops.attention.bound`.
 
-A decode step that norms and rotates by itself rounds query and new key to the dtype after that. Their figures are those of the exact
-ones, and r = u + a (sqrt(D) + 8) is the error of a number as a share of its head's length:
+A decode step that norms and rotates by itself rounds query and new key to the dtype after that.
+Their figures are those of the exact ones, and r = u + a (sqrt(D) + 8) is the error of a number as a
+share of its head's length:
 
     delta(logit) = (a (sqrt(D) + 4) + 2 r) L        delta(stored key) = r max|k|
 """
@@ -23,7 +24,9 @@ def _keys(call: Any) -> int:
 
 
 def _paged(call: Any, expected: Results) -> Allowed:
-    return Figures(call, call.query, call.v_pages, _keys(call), norm(call.query) * norm(call.k_pages)).allowed(expected)
+    return Figures(
+        call, call.query, call.v_pages, _keys(call), norm(call.query) * norm(call.k_pages)
+    ).allowed(expected)
 
 
 def _step(call: Any, expected: Results) -> Allowed:
@@ -38,7 +41,10 @@ def _step(call: Any, expected: Results) -> Allowed:
 def _written(call: Any, results: Results) -> Compared:
     """Of the rows that are stored: within half a step."""
     compared = {}
-    for pages, rows, scale in (("k_pages", call.key, call.k_scale), ("v_pages", call.value, call.v_scale)):
+    for pages, rows, scale in (
+        ("k_pages", call.key, call.k_scale),
+        ("v_pages", call.value, call.v_scale),
+    ):
         exact = rows[call.slots >= 0].double()
         exact = exact if scale is None else exact / scale.double().reshape(-1, 1)
         compared[pages] = (results[pages].double(), *stored(exact, results[pages].dtype))

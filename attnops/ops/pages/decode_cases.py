@@ -9,13 +9,27 @@ from typing import NamedTuple
 
 import torch
 
-from attnops.ops.case_data import BF16, F16, F32, F64, I32, I64, Features as F, Given, Pages, Rows, Scene, at
+from attnops.ops.case_data import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    I32,
+    I64,
+    Features as F,
+    Given,
+    Pages,
+    Rows,
+    Scene,
+    at,
+)
 
 
 class Angles(NamedTuple):
     """The turn of a decode step's query and key, and its rows.
 
-    cos_sin: "whole", "half" (D / 2 wide) or "". wide: their dtype and that of norms, None for the query's. norms: are there any?
+    cos_sin: "whole", "half" (D / 2 wide) or "". wide: their dtype and that of norms, None for the
+    query's. norms: are there any?
     skipped: rows without a slot. slots: the slots' dtype.
     """
 
@@ -34,37 +48,70 @@ STEP_MAIN = ((5, 1, 40, 16), 16)
 WHOLE, NORMED, BARE = Angles(), Angles(norms=True), Angles("")
 STEP_FEATURES: Rows = {
     "plain": (BARE, SMALL),
-    **at((WHOLE,), {
-        "whole": SMALL, "window": small(window=(3, -1)), "window_self": small(window=(0, -1)), "softcap": small(softcap=1.5),
-        "sinks": small(sinks=F32), "scale": small(scale=0.7), "loud": small(loud=True), "mha": small(kv_heads=4),
-        "group_16": small(q_heads=16, kv_heads=1),
-    }),
-    **at((NORMED,), {
-        "norms": SMALL, "group_3": small(q_heads=6), "float16": small(dtype=F16), "float64": small(dtype=F64),
-        "bfloat16": small(dtype=BF16),
-    }),
-    "half": (Angles("half"), SMALL), "norms_alone": (Angles("", norms=True), SMALL),
-    "odd_dim": (Angles("", norms=True), small(head_dim=7)), "dim_24": (Angles("half", norms=True), small(head_dim=24)),
+    **at(
+        (WHOLE,),
+        {
+            "whole": SMALL,
+            "window": small(window=(3, -1)),
+            "window_self": small(window=(0, -1)),
+            "softcap": small(softcap=1.5),
+            "sinks": small(sinks=F32),
+            "scale": small(scale=0.7),
+            "loud": small(loud=True),
+            "mha": small(kv_heads=4),
+            "group_16": small(q_heads=16, kv_heads=1),
+        },
+    ),
+    **at(
+        (NORMED,),
+        {
+            "norms": SMALL,
+            "group_3": small(q_heads=6),
+            "float16": small(dtype=F16),
+            "float64": small(dtype=F64),
+            "bfloat16": small(dtype=BF16),
+        },
+    ),
+    "half": (Angles("half"), SMALL),
+    "norms_alone": (Angles("", norms=True), SMALL),
+    "odd_dim": (Angles("", norms=True), small(head_dim=7)),
+    "dim_24": (Angles("half", norms=True), small(head_dim=24)),
     "wide_angles": (Angles(norms=True, wide=F32), small(dtype=BF16)),
-    "skipped": (Angles(skipped=(0, 2), slots=I32), SMALL), "all_skipped": (Angles(skipped=range(4)), SMALL),
-    "all": (Angles("half", True, (1,)), small(window=(9, -1), softcap=2.0, sinks=F32, q_heads=6, dtype=BF16)),
-    "holes": (WHOLE, SMALL, {"missing": ((2, 0), (2, 1))}), "holes_window": (WHOLE, small(window=(20, -1)), {"missing": ((2, 1),)}),
-    "holes_new": (NORMED, SMALL, {"missing": ((0, 0), (1, 0), (2, 2))}), "promised": (WHOLE, SMALL, {"missing": None}),
-}  # fmt: skip
+    "skipped": (Angles(skipped=(0, 2), slots=I32), SMALL),
+    "all_skipped": (Angles(skipped=range(4)), SMALL),
+    "all": (
+        Angles("half", True, (1,)),
+        small(window=(9, -1), softcap=2.0, sinks=F32, q_heads=6, dtype=BF16),
+    ),
+    "holes": (WHOLE, SMALL, {"missing": ((2, 0), (2, 1))}),
+    "holes_window": (WHOLE, small(window=(20, -1)), {"missing": ((2, 1),)}),
+    "holes_new": (NORMED, SMALL, {"missing": ((0, 0), (1, 0), (2, 2))}),
+    "promised": (WHOLE, SMALL, {"missing": None}),
+}
 STEP_SHAPES: Rows = {
-    "page_1": ((5, 3, 9), 1), "page_3": ((5, 3, 0, 7), 3), "page_64": ((3, 70), 64),
-    "shared": ((9, 13), 4, {"pages": Pages(shared=True)}), "no_table": ((0, 0), 4, {"pages": Pages(wider=0)}),
-    "no_pages": ((0, 0), 4, {"pages": Pages(spare=0)}), "no_requests": ((), 4),
-}  # fmt: skip
+    "page_1": ((5, 3, 9), 1),
+    "page_3": ((5, 3, 0, 7), 3),
+    "page_64": ((3, 70), 64),
+    "shared": ((9, 13), 4, {"pages": Pages(shared=True)}),
+    "no_table": ((0, 0), 4, {"pages": Pages(wider=0)}),
+    "no_pages": ((0, 0), 4, {"pages": Pages(spare=0)}),
+    "no_requests": ((), 4),
+}
 MODELS: Rows = {
-    "llama": ((300, 33), 16, WHOLE, LLAMA), "llama_page_64": ((300, 130, 1), 64, WHOLE, LLAMA, {"missing": None}),
-    "qwen3": ((200, 3), 16, NORMED, LLAMA), "gpt_oss": ((200, 9), 16, Angles("half"), llama(head_dim=64, sinks=BF16, window=(127, -1))),
+    "llama": ((300, 33), 16, WHOLE, LLAMA),
+    "llama_page_64": ((300, 130, 1), 64, WHOLE, LLAMA, {"missing": None}),
+    "qwen3": ((200, 3), 16, NORMED, LLAMA),
+    "gpt_oss": ((200, 9), 16, Angles("half"), llama(head_dim=64, sinks=BF16, window=(127, -1))),
     "gemma2": ((90,), 16, WHOLE, llama(head_dim=256, q_heads=4, softcap=50.0, window=(64, -1))),
     "phi3": ((90,), 16, WHOLE, llama(head_dim=96)),
     "llama_float16": ((300,), 128, WHOLE, llama(dtype=F16)),
-}  # fmt: skip
+}
 STEPS: Rows = {n: (*STEP_MAIN, *row) for n, row in STEP_FEATURES.items()} | MODELS
-STEPS |= {f"{n}-{name}": (*shape, *STEP_FEATURES[name]) for n, shape in STEP_SHAPES.items() for name in ("plain", "all")}
+STEPS |= {
+    f"{n}-{name}": (*shape, *STEP_FEATURES[name])
+    for n, shape in STEP_SHAPES.items()
+    for name in ("plain", "all")
+}
 
 
 def _last_slots(scene: Scene, skipped: Sequence[int]) -> list[int]:
@@ -79,10 +126,16 @@ def _last_slots(scene: Scene, skipped: Sequence[int]) -> list[int]:
     return slots
 
 
-def step(scene: Scene, angles: Angles = Angles(), missing: Sequence[tuple[int, int]] | None = ()) -> Given:  # noqa: B008
-    """The slots of the new tokens are free, and so are the query, key and value of rows without one.
+def step(
+    scene: Scene,
+    angles: Angles = Angles(),  # noqa: B008, it is frozen
+    missing: Sequence[tuple[int, int]] | None = (),
+) -> Given:
+    """The slots of the new tokens are free, and so are the query, key and value of rows without
+    one.
 
-    missing: (row, column) of the table's entries that are no page. None is the promise that there are none.
+    missing: (row, column) of the table's entries that are no page. None is the promise that there
+    are none.
     """
     source, f = scene.source, scene.f
     slots = _last_slots(scene, angles.skipped)
@@ -90,7 +143,9 @@ def step(scene: Scene, angles: Angles = Angles(), missing: Sequence[tuple[int, i
     for b, column in missing or ():
         free[table[b, column]] = True
         table[b, column] = free.shape[0] + 7 if column % 2 else -1
-    given: Given = {"slots": source.ints(slots, angles.slots)} | ({"holes": False} if missing is None else {})
+    given: Given = {"slots": source.ints(slots, angles.slots)} | (
+        {"holes": False} if missing is None else {}
+    )
     scene.free["tokens"] = given["slots"] < 0
     wide = angles.wide or f.dtype
     if angles.cos_sin:
@@ -98,5 +153,7 @@ def step(scene: Scene, angles: Angles = Angles(), missing: Sequence[tuple[int, i
         turn = source.normal(len(slots), dim, dtype=F64, spread=3.0)
         given |= {"cos": (1.2 * turn.cos()).to(wide), "sin": (1.2 * turn.sin()).to(wide)}
     if angles.norms:
-        given |= {n: source.normal(f.head_dim, dtype=wide) for n in ("q_norm", "k_norm")} | {"eps": 0.25}
+        given |= {n: source.normal(f.head_dim, dtype=wide) for n in ("q_norm", "k_norm")} | {
+            "eps": 0.25
+        }
     return given

@@ -1,7 +1,9 @@
-"""Plans made on the host, once a step and outside CUDA graphs: ops that write two buffers, which the layers' attention then reads.
+"""Plans made on the host, once a step and outside CUDA graphs: ops that write two buffers, which
+the layers' attention then reads.
 
-`plan_paged_attention` plans for `paged_attention`, `plan_mla_attention` for `mla_attention`, attention over latents. An op `plan_X` has a
-record; a kind of call holds what the layers' calls of `X` share; the public function makes a record of it and a step.
+`plan_paged_attention` plans for `paged_attention`, `plan_mla_attention` for `mla_attention`,
+attention over latents. An op `plan_X` has a record; a kind of call holds what the layers' calls of
+`X` share; the public function makes a record of it and a step.
 """
 
 from __future__ import annotations
@@ -18,7 +20,19 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import deterministic, kernels_of
 from attnops.core.op import OPS, Op, define
 from attnops.core.problem import LEAVES, Extent, Extents, Problem, Target, altered, leaf, repeatable
-from attnops.core.record import FLOATS, KW_ONLY, QUANTISED, Sizes, arg, changed, check, group, name, need, record
+from attnops.core.record import (
+    FLOATS,
+    KW_ONLY,
+    QUANTISED,
+    Sizes,
+    arg,
+    changed,
+    check,
+    group,
+    name,
+    need,
+    record,
+)
 from attnops.core.select import active_policy, choose, key_for
 from attnops.ops import rules, typical
 from attnops.ops.metadata.reference import UNKNOWN
@@ -37,12 +51,22 @@ def _buffers(call: Any) -> None:
 
 
 def _paged_rules(call: Any, sizes: Sizes) -> None:
-    need(call.q_heads % call.kv_heads == 0, "q_heads", call.q_heads, f"a multiple of kv_heads = {call.kv_heads}")
+    need(
+        call.q_heads % call.kv_heads == 0,
+        "q_heads",
+        call.q_heads,
+        f"a multiple of kv_heads = {call.kv_heads}",
+    )
     _buffers(call)
 
 
 def _mla_rules(call: Any, sizes: Sizes) -> None:
-    need(call.head_dim > call.v_head_dim, "head_dim", call.head_dim, f"> v_head_dim = {call.v_head_dim}")
+    need(
+        call.head_dim > call.v_head_dim,
+        "head_dim",
+        call.head_dim,
+        f"> v_head_dim = {call.v_head_dim}",
+    )
     _buffers(call)
 
 
@@ -71,7 +95,7 @@ class HostPlan(rules.Paged):
 
 
 KEYWORDS = """num_tokens max_seqlen_q q_heads kv_heads head_dim v_head_dim page_size dtype kv_dtype causal window_left window_right softcap
-    sinks num_pages plan workspace"""
+    sinks num_pages plan workspace"""  # noqa: E501
 
 
 @record("plan_paged_attention", rules=_paged_rules, facts=_facts, problem=SIZES, keywords=KEYWORDS)
@@ -86,12 +110,24 @@ class PlanPagedAttention(HostPlan):
     sinks: bool = arg(default=False, always=True, facts=rules.SINKS)
 
 
-@record("plan_mla_attention", rules=_mla_rules, facts=_facts, problem={**SIZES, "kv_heads": "1", "rope_dim": "head_dim - v_head_dim"})
+@record(
+    "plan_mla_attention",
+    rules=_mla_rules,
+    facts=_facts,
+    problem={**SIZES, "kv_heads": "1", "rope_dim": "head_dim - v_head_dim"},
+)
 class PlanMlaAttention(HostPlan):
     """The host plan of attention over latents."""
 
 
-define(Op(PlanPagedAttention, reference.no_plan, about="host plan of paged attention", typical=({**typical.PREFILL, "page_size": 64},)))
+define(
+    Op(
+        PlanPagedAttention,
+        reference.no_plan,
+        about="host plan of paged attention",
+        typical=({**typical.PREFILL, "page_size": 64},),
+    )
+)
 define(
     Op(
         PlanMlaAttention,
@@ -113,15 +149,17 @@ def paged_layers(
     sinks: torch.dtype | None = None,
     **more: Any,
 ) -> Problem:
-    """The kind of `paged_attention` calls that layers share a plan for, the same in every step. Layers that differ in it need a plan each.
+    """The kind of `paged_attention` calls that layers share a plan for, the same in every step.
+    Layers that differ in it need a plan each.
 
     Args:
-        q_heads, kv_heads: of query and pages. head_dim, v_head_dim: of key and value; None: the key's.
+        q_heads, kv_heads: of query and pages. head_dim, v_head_dim: of key and value; None: the
+            key's.
         page_size: in tokens. 0: not known yet.
         dtype: of query and output.
         sinks: their dtype, or None.
-        more: further fields of a Problem. kv_dtype: of the pages, unless it is the query's. causal: True unless given. window: (left,
-            right). softcap, lse: do the layers ask for it?
+        more: further fields of a Problem. kv_dtype: of the pages, unless it is the query's. causal:
+            True unless given. window: (left, right). softcap, lse: do the layers ask for it?
 
     Raises:
         InvalidInput: a window that is none. TypeError: another name.
@@ -129,19 +167,41 @@ def paged_layers(
     given = {"causal": True, "sinks": sinks is not None, "sinks_dtype": sinks, **more}
     given["window"] = eager_cache.window(given.get("window", rules.UNBOUNDED))
     return Problem.kind(
-        "paged_attention", q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, page_size=page_size, dtype=dtype,
+        "paged_attention",
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        page_size=page_size,
+        dtype=dtype,
         **given,
-    )  # fmt: skip
+    )
 
 
 def latent_layers(
-    q_heads: int, page_size: int, dtype: torch.dtype, head_dim: int = 576, v_head_dim: int = 512, *, causal: bool = True, **more: Any
+    q_heads: int,
+    page_size: int,
+    dtype: torch.dtype,
+    head_dim: int = 576,
+    v_head_dim: int = 512,
+    *,
+    causal: bool = True,
+    **more: Any,
 ) -> Problem:
-    """As `paged_layers`, of `mla_attention`. head_dim: Dc + Dr, the numbers of a latent and its rotated key. v_head_dim: Dc."""
+    """As `paged_layers`, of `mla_attention`. head_dim: Dc + Dr, the numbers of a latent and its
+    rotated key. v_head_dim: Dc."""
     return Problem.kind(
-        "mla_attention", q_heads=q_heads, kv_heads=1, head_dim=head_dim, v_head_dim=v_head_dim, rope_dim=head_dim - v_head_dim,
-        page_size=page_size, dtype=dtype, causal=causal, **more,
-    )  # fmt: skip
+        "mla_attention",
+        q_heads=q_heads,
+        kv_heads=1,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        rope_dim=head_dim - v_head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        causal=causal,
+        **more,
+    )
 
 
 def over_latents(layers: Problem) -> bool:
@@ -149,27 +209,61 @@ def over_latents(layers: Problem) -> bool:
     return layers.op == "mla_attention"
 
 
-def step_of(layers: Problem, target: Target, num_tokens: int, requests: int, max_pages: int, max_seqlen_q: int) -> Problem:
+def step_of(
+    layers: Problem,
+    target: Target,
+    num_tokens: int,
+    requests: int,
+    max_pages: int,
+    max_seqlen_q: int,
+) -> Problem:
     """The Problem of a layer's call with a plan made on the host."""
-    sizes = Extents(*map(Extent.of, (num_tokens, requests, max_seqlen_q, max_pages * layers.page_size)))
+    sizes = Extents(
+        *map(Extent.of, (num_tokens, requests, max_seqlen_q, max_pages * layers.page_size))
+    )
     quantised = layers.kv_dtype in QUANTISED
-    return altered(layers, target=target, sizes=sizes, kv_scales=quantised, plan="host", repeatable=repeatable())
+    return altered(
+        layers,
+        target=target,
+        sizes=sizes,
+        kv_scales=quantised,
+        plan="host",
+        repeatable=repeatable(),
+    )
 
 
 def statics_of(layers: Problem) -> dict[str, Any]:
     """The static arguments of the op `plan_<op>` that plans for these layers."""
     left, right = layers.rules.window
-    told = {"dtype": name(layers.dtype), "kv_dtype": name(layers.kv_dtype), "window_left": left, "window_right": right}
-    fields = (a.name for a in OPS[f"plan_{layers.op}"].spec.args if not a.tensor and (a.name in told or a.name in LEAVES))
+    told = {
+        "dtype": name(layers.dtype),
+        "kv_dtype": name(layers.kv_dtype),
+        "window_left": left,
+        "window_right": right,
+    }
+    fields = (
+        a.name
+        for a in OPS[f"plan_{layers.op}"].spec.args
+        if not a.tensor and (a.name in told or a.name in LEAVES)
+    )
     return {field: told[field] if field in told else leaf(layers, field) for field in fields}
 
 
-def plan_sizes(spec: Problem, *, max_tokens: int, max_requests: int, max_pages: int, device: torch.device | str = "cpu") -> tuple[int, int]:
-    """The length of `plan` and the bytes of `workspace` that are enough for every kernel that plans, (0, 0) where no kernel does.
+def plan_sizes(
+    spec: Problem,
+    *,
+    max_tokens: int,
+    max_requests: int,
+    max_pages: int,
+    device: torch.device | str = "cpu",
+) -> tuple[int, int]:
+    """The length of `plan` and the bytes of `workspace` that are enough for every kernel that
+    plans, (0, 0) where no kernel does.
 
     Args:
         spec: what the layers share, of `paged_layers` or `latent_layers`. device: of their tensors.
-        max_tokens: the most query tokens of a step. max_requests, max_pages: rows and columns of the page table.
+        max_tokens: the most query tokens of a step. max_requests, max_pages: rows and columns of
+            the page table.
     """
     device, sizes = torch.device(device), [(0, 0)]
     maxima = {"max_tokens": max_tokens, "max_requests": max_requests, "max_pages": max_pages}
@@ -192,35 +286,47 @@ def plan_paged_attention(
     workspace: Tensor,
     kernel: str | None = None,
 ) -> str | None:
-    """Write the plan of a step for the layers' attention, if the kernel that will run them plans on the host.
+    """Write the plan of a step for the layers' attention, if the kernel that will run them plans on
+    the host.
 
-    Call it once a step, outside CUDA graphs and on the model's stream, which it waits for: it copies the lengths to the CPU. It writes into
-    `plan` and `workspace` only, so that a captured model that reads them follows a later plan of the same sizes. The plan is for these
-    lengths. The page table of latents may change afterwards, its holes may not.
+    Call it once a step, outside CUDA graphs and on the model's stream, which it waits for: it
+    copies the lengths to the CPU. It writes into `plan` and `workspace` only, so that a captured
+    model that reads them follows a later plan of the same sizes. The plan is for these lengths. The
+    page table of latents may change afterwards, its holes may not.
 
     Args:
         spec: what the layers share, of `paged_layers` or `latent_layers`.
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q: as in `paged_attention`.
         num_tokens: rows of the query, padding rows included.
-        num_pages: pages of the pool. None: unknown; the plan then serves calls with `holes=False` only.
-        plan: int64 on the CPU, of the length that `plan_sizes` gives. Pass it to the layers. Copies from a pinned plan do not wait.
+        num_pages: pages of the pool. None: unknown; the plan then serves calls with `holes=False`
+            only.
+        plan: int64 on the CPU, of the length that `plan_sizes` gives. Pass it to the layers. Copies
+            from a pinned plan do not wait.
         workspace: uint8 on the device, likewise.
         kernel: plan for this kernel only.
 
     Returns:
-        The name of the kernel that the plan is for, or None where the layers will run a kernel that needs no plan. The buffers are then
-        unchanged.
+        The name of the kernel that the plan is for, or None where the layers will run a kernel that
+        needs no plan. The buffers are then unchanged.
 
     Raises:
-        InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is too short.
+        InvalidInput: a shape, dtype, device, number or length breaks the contract, or a buffer is
+            too short.
         UnknownKernel, NoKernel: `kernel` cannot run.
     """
     op = OPS[f"plan_{spec.op}"]
     make: Any = op.call
     call = make(
-        page_table, seq_lens, cu_seqlens_q, num_tokens=num_tokens, max_seqlen_q=max_seqlen_q,
-        num_pages=UNKNOWN if num_pages is None else num_pages, plan=plan, workspace=workspace, **statics_of(spec),
-    )  # fmt: skip
+        page_table,
+        seq_lens,
+        cu_seqlens_q,
+        num_tokens=num_tokens,
+        max_seqlen_q=max_seqlen_q,
+        num_pages=UNKNOWN if num_pages is None else num_pages,
+        plan=plan,
+        workspace=workspace,
+        **statics_of(spec),
+    )
     plain_only(op.names, call)
     check(call)
     requests, pages = page_table.shape

@@ -1,4 +1,5 @@
-"""References of attention over pages, whose formula is that of `attnops.ops.attention.reference`, and of writes into pages."""
+"""References of attention over pages, whose formula is that of `attnops.ops.attention.reference`,
+and of writes into pages."""
 
 from __future__ import annotations
 
@@ -37,12 +38,21 @@ def paged_attention(call: PagedAttention) -> None:
     attend_pages(call, wide_query(call.query, call.q_scale), key, value, call.temperature)
 
 
-def attend_pages(call: PagedAttention | MlaAttention, query: Tensor, key: Tensor, value: Tensor, temperature: Tensor | None = None) -> None:
-    """Write output and lse of a call, given its query `[T, ...]` and its gathered pages `[B, K, H, D]`, in the accumulation dtype."""
+def attend_pages(
+    call: PagedAttention | MlaAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    temperature: Tensor | None = None,
+) -> None:
+    """Write output and lse of a call, given its query `[T, ...]` and its gathered pages
+    `[B, K, H, D]`, in the accumulation dtype."""
     ends = call.seq_lens.long()
     mask = padded_mask(call.mask, call.cu_seqlens_q, call.max_seqlen_q, key.shape[1])
     key, value = in_range(key, None, ends), in_range(value, None, ends)
-    write_results(call, *over_requests(call, query, key, value, ends, mask, Rules.of(call), temperature))
+    write_results(
+        call, *over_requests(call, query, key, value, ends, mask, Rules.of(call), temperature)
+    )
 
 
 def write_kv(call: WriteKV) -> None:
@@ -52,7 +62,8 @@ def write_kv(call: WriteKV) -> None:
 
 
 def copy_kv(call: CopyKV) -> None:
-    """The reference of `attnops.ops.copy_kv`. It reads all rows into a tensor of their own before it writes the first."""
+    """The reference of `attnops.ops.copy_kv`. It reads all rows into a tensor of their own before
+    it writes the first."""
     source, total = call.source, call.k_pages.shape[1] * call.k_pages.shape[2]
     slots = torch.where((source < 0) | (source >= total), -1, call.target.long())
     at = source.long().clamp(0, max(total - 1, 0))
@@ -60,7 +71,11 @@ def copy_kv(call: CopyKV) -> None:
         if pages is None or source.shape[0] == 0 or pages.numel() == 0:
             continue
         # Few torch ops know float8.
-        bits = pages.view(torch.uint8) if pages.dtype.itemsize == 1 and pages.is_floating_point() else pages
+        bits = (
+            pages.view(torch.uint8)
+            if pages.dtype.itemsize == 1 and pages.is_floating_point()
+            else pages
+        )
         by_slot = bits.movedim(0, 2)
         page = by_slot.shape[1]
         store(by_slot, by_slot[at // page, at % page], slots)

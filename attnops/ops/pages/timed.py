@@ -30,7 +30,9 @@ from attnops.ops.sweeps import (
 from attnops.ops.typical import Leaves
 
 PAGED = Problem.kind("paged_attention", **LLAMA, page_size=16)
-STEP = Problem.kind("decode_attention", **LLAMA | {"causal": False}, page_size=16, asks=frozenset({"cos", "sin"}))
+STEP = Problem.kind(
+    "decode_attention", **LLAMA | {"causal": False}, page_size=16, asks=frozenset({"cos", "sin"})
+)
 
 EACH_MANY = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0)
 STRIDES = powers(4, 2048, 8)

@@ -9,5 +9,7 @@ SIZES = {"Dc": 512, "Dr": 64, "bytes": packed_bytes(512, 64)}
 
 POINTS: Points = {
     "sparse_mla_attention": {"kernels": ()},
-    "write_latent_packed": {"data": tuple(Written(3, "write_latent_packed", n, SIZES, 64) for n in (64, 4096))},
+    "write_latent_packed": {
+        "data": tuple(Written(3, "write_latent_packed", n, SIZES, 64) for n in (64, 4096))
+    },
 }

@@ -1,7 +1,9 @@
-"""References of attention over latents that are listed for each token, and of the write of packed latents.
+"""References of attention over latents that are listed for each token, and of the write of packed
+latents.
 
-Over a list of keys a token, j = indices[i, k]. DeepSeek Sparse Attention, DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556),
-section 2.1. A key listed twice is two terms of the sum. The logits are those of `attnops.ops.latent.reference`.
+Over a list of keys a token, j = indices[i, k]. DeepSeek Sparse Attention, DeepSeek-V3.2
+(https://arxiv.org/abs/2512.02556), section 2.1. A key listed twice is two terms of the sum. The
+logits are those of `attnops.ops.latent.reference`.
 """
 
 from __future__ import annotations
@@ -24,16 +26,30 @@ def sparse_mla_attention(call: SparseMlaAttention) -> None:
     query, pages, indices = absorbed(call), call.latent_pages, call.indices
     listed = (indices >= 0) & (indices < pages.shape[0] * pages.shape[1])
     if call.topk_length is not None:
-        listed = listed & (torch.arange(indices.shape[1], device=indices.device)[None] < call.topk_length[:, None])
+        listed = listed & (
+            torch.arange(indices.shape[1], device=indices.device)[None] < call.topk_length[:, None]
+        )
     slots = torch.where(listed, indices, 0).long()
     if pages.numel() == 0:
         latents = query.new_zeros((*slots.shape, query.shape[2]))
     else:
         rows = pages[slots // pages.shape[1], slots % pages.shape[1]]
         parts = call.q_nope.shape[2], call.q_pe.shape[2]
-        latents = unpack(rows, *parts, query.dtype) if pages.dtype == torch.uint8 else dequantise(rows, call.kv_scale, query.dtype)
+        latents = (
+            unpack(rows, *parts, query.dtype)
+            if pages.dtype == torch.uint8
+            else dequantise(rows, call.kv_scale, query.dtype)
+        )
     keys = torch.where(listed[..., None], latents, 0.0)[:, :, None]
-    out, lse = attend(query[:, None], keys, keys[..., : call.q_nope.shape[2]], listed[:, None], None, call.sinks, Rules.of(call))
+    out, lse = attend(
+        query[:, None],
+        keys,
+        keys[..., : call.q_nope.shape[2]],
+        listed[:, None],
+        None,
+        call.sinks,
+        Rules.of(call),
+    )
     write_results(call, out[:, 0], lse[..., 0])
 
 

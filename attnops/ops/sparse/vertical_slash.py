@@ -1,4 +1,5 @@
-"""Vertical-slash attention: an index of the blocks and columns of keys that each block of queries sees, and attention over it."""
+"""Vertical-slash attention: an index of the blocks and columns of keys that each block of queries
+sees, and attention over it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,14 @@ DIMS = {"block_count": "", "block_offset": ", S", "column_count": "", "column_in
 RESULTS = tuple(Result(name, f"B, H, {ROWS}{last}", torch.int32) for name, last in DIMS.items())
 
 
-@record("vertical_slash_indexes", *RESULTS, least=LEAST, rules=_index_rules, facts={"causal": True}, problem={"q_heads": "H"})
+@record(
+    "vertical_slash_indexes",
+    *RESULTS,
+    least=LEAST,
+    rules=_index_rules,
+    facts={"causal": True},
+    problem={"q_heads": "H"},
+)
 class VerticalSlashIndexes(rules.Queries):
     """The blocks and columns of keys that each block of queries sees."""
 
@@ -42,7 +50,9 @@ class VerticalSlashIndexes(rules.Queries):
 
 
 ABOUT = "which blocks and columns of keys each block of queries sees"
-INDEXES = define(Op(VerticalSlashIndexes, vertical_slash_reference.vertical_slash_indexes, about=ABOUT))
+INDEXES = define(
+    Op(VerticalSlashIndexes, vertical_slash_reference.vertical_slash_indexes, about=ABOUT)
+)
 
 
 def vertical_slash_indexes(
@@ -56,38 +66,60 @@ def vertical_slash_indexes(
     slash_counts: Tensor | None = None,
     kernel: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The index that `vertical_slash_attention` reads, from the columns and diagonals that each head is to see.
+    """The index that `vertical_slash_attention` reads, from the columns and diagonals that each
+    head is to see.
 
-    Query i of a request is at key position k_len - q_len + i. Row r is of the queries [64 r, 64 r + 64); let e be the position
-    that follows its last. A slash s < e selects the 64 keys before max(e - s, 64). Taken in order, a slash whose keys begin past the
-    end of the last block opens a block of its own, one that only reaches past it adds the 64 keys that follow, and any other adds
-    nothing. Columns are the verticals in no block, up to where the last run of joined blocks begins. MInference,
-    https://arxiv.org/abs/2407.02490, appendix C.4.2.
+    Query i of a request is at key position k_len - q_len + i. Row r is of the queries [64 r, 64 r +
+    64); let e be the position that follows its last. A slash s < e selects the 64 keys before max(e
+    - s, 64). Taken in order, a slash whose keys begin past the end of the last block opens a block
+    of its own, one that only reaches past it adds the 64 keys that follow, and any other adds
+    nothing. Columns are the verticals in no block, up to where the last run of joined blocks
+    begins. MInference, https://arxiv.org/abs/2407.02490, appendix C.4.2.
 
     Args:
         q_lens, k_lens: int32 `[B]`, in tokens; k_lens >= q_lens.
         vertical: int32 `[B, H, V]`, key positions, strictly ascending.
-        slash: int32 `[B, H, S]`, distances in keys, descending; the last is 0, so that every row sees a key.
-        vertical_counts, slash_counts: int32 `[H]`, how many entries of each head are meant, at least 1; None: all.
+        slash: int32 `[B, H, S]`, distances in keys, descending; the last is 0, so that every row
+            sees a key.
+        vertical_counts, slash_counts: int32 `[H]`, how many entries of each head are meant, at
+            least 1; None: all.
         max_seqlen_q: upper bound in tokens on q_lens, a host int.
         kernel: force a kernel by name for this call.
 
     Returns:
-        (block_count `[B, H, R]`, block_offset `[B, H, R, S]`, column_count `[B, H, R]`, column_index `[B, H, R, V]`), int32, with
-        R = ceil(max_seqlen_q / 64). block_offset: the first key of each block of 64; both lists ascend, and are 0 past the counts. Rows
+        (block_count `[B, H, R]`, block_offset `[B, H, R, S]`, column_count `[B, H, R]`,
+        column_index `[B, H, R, V]`), int32, with
+        R = ceil(max_seqlen_q / 64). block_offset: the first key of each block of 64; both lists
+            ascend, and are 0 past the counts. Rows
         without queries have counts of 0. Blocks that begin at or past k_len are left out.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel, NoKernel: `kernel` cannot run.
+        InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel,
+            NoKernel: `kernel` cannot run.
     """
-    out: tuple[Tensor, Tensor, Tensor, Tensor] = INDEXES(VerticalSlashIndexes(
-        q_lens, k_lens, vertical, slash, vertical_counts, slash_counts, max_seqlen_q=max_seqlen_q,
-        policy=key_for("vertical_slash_indexes", kernel),
-    ))  # fmt: skip
+    out: tuple[Tensor, Tensor, Tensor, Tensor] = INDEXES(
+        VerticalSlashIndexes(
+            q_lens,
+            k_lens,
+            vertical,
+            slash,
+            vertical_counts,
+            slash_counts,
+            max_seqlen_q=max_seqlen_q,
+            policy=key_for("vertical_slash_indexes", kernel),
+        )
+    )
     return out
 
 
-@record("vertical_slash_attention", least={"Hkv": ">= 1 head"}, rules=rules.attention, facts={"causal": True}, stored="key", sums=True)
+@record(
+    "vertical_slash_attention",
+    least={"Hkv": ">= 1 head"},
+    rules=rules.attention,
+    facts={"causal": True},
+    stored="key",
+    sums=True,
+)
 class VerticalSlashAttention(rules.Lengths):
     """Packed causal attention over an index of blocks and columns."""
 
@@ -138,32 +170,57 @@ def vertical_slash_attention(
     lse: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Causal attention of packed requests in which each block of 64 queries sees some blocks and columns of keys only. No gradient.
+    """Causal attention of packed requests in which each block of 64 queries sees some blocks and
+    columns of keys only. No gradient.
 
-    A query sees the keys of its row's blocks, `[offset, offset + 64)`, and its row's columns, as far as they are of its request and
-    not after it. MInference, https://arxiv.org/abs/2407.02490, section 3.2.
+    A query sees the keys of its row's blocks, `[offset, offset + 64)`, and its row's columns, as
+    far as they are of its request and not after it. MInference, https://arxiv.org/abs/2407.02490,
+    section 3.2.
 
     Args:
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, padded, kernel: as in
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, padded,
+        kernel: as in
             `attnops.varlen_attention`; no request has more queries than keys.
-        indexes: the result of `vertical_slash_indexes` for these lengths: block_count, block_offset, column_count, column_index.
-            Within a row, offsets ascend by at least 64, columns are distinct, begin before k_len and are in none of its blocks.
-        output: `[T, Hq, Dv]` to write into; allocated when None. lse: float32 `[T, Hq]`, natural log, to write into, or None.
+        indexes: the result of `vertical_slash_indexes` for these lengths: block_count,
+            block_offset, column_count, column_index. Within a row, offsets ascend by at least 64,
+            columns are distinct, begin before k_len and are in none of its blocks.
+        output: `[T, Hq, Dv]` to write into; allocated when None. lse: float32 `[T, Hq]`, natural
+            log, to write into, or None.
 
     Returns:
         `output`. A query that sees no key, and tokens past `cu_seqlens_q[B]`, give 0 and lse -inf.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input requires grad. UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input
+            requires grad. UnknownKernel, NoKernel.
     """
     if output is None:
         eager_cache.tensors(query=query, value=value)
-        output = torch.empty((*query.shape[:-1], *value.shape[-1:]), dtype=query.dtype, device=query.device)
+        output = torch.empty(
+            (*query.shape[:-1], *value.shape[-1:]), dtype=query.dtype, device=query.device
+        )
     if not isinstance(indexes, (tuple, list)) or len(indexes) != 4:
-        fail(InvalidInput, "indexes", type(indexes).__name__, "the four tensors that vertical_slash_indexes returns")
-    ATTENTION(VerticalSlashAttention(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, *indexes, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        scale=eager_cache.default_scale(query, scale), padded=padded, policy=key_for("vertical_slash_attention", kernel),
-        output=output, lse=lse,
-    ))  # fmt: skip
+        fail(
+            InvalidInput,
+            "indexes",
+            type(indexes).__name__,
+            "the four tensors that vertical_slash_indexes returns",
+        )
+    ATTENTION(
+        VerticalSlashAttention(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *indexes,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            scale=eager_cache.default_scale(query, scale),
+            padded=padded,
+            policy=key_for("vertical_slash_attention", kernel),
+            output=output,
+            lse=lse,
+        )
+    )
     return output

@@ -1,1 +1,2 @@
-"""Launches of Triton's kernels, which several backends make. Importing its modules but `beside` imports triton."""
+"""Launches of Triton's kernels, which several backends make. Importing its modules but `beside`
+imports triton."""

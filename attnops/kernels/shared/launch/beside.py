@@ -1,9 +1,10 @@
 """Compiles kernels beside each other, in threads, before they are launched.
 
-Triton compiles a kernel at its first launch. That takes half a second, most of it in other processes: ptxas and, for the function that
-launches the kernel, gcc. `Beside.begin` runs the host side of a call, whose launches are noted and not made, and threads compile their
-kernels. A launch waits for a kernel that a thread compiles just then. It compiles one itself that no thread has begun, or that a thread
-failed to compile.
+Triton compiles a kernel at its first launch. That takes half a second, most of it in other
+processes: ptxas and, for the function that launches the kernel, gcc. `Beside.begin` runs the host
+side of a call, whose launches are noted and not made, and threads compile their kernels. A launch
+waits for a kernel that a thread compiles just then. It compiles one itself that no thread has
+begun, or that a thread failed to compile.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ log = logging.getLogger("attnops.kernels")
 
 MOST_THREADS = 4
 ALIGNED = 16
-"""Triton compiles a kernel for addresses, in bytes, and for whole numbers that are multiples of it, and another for others."""
+"""Triton compiles a kernel for addresses, in bytes, and for whole numbers that are multiples of it,
+and another for others."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Pointer:
 
 @dataclass(eq=False)
 class Launch:
-    """A launch that is not made. device: the index of a GPU, or None. done: is set when the kernel is compiled, or could not be."""
+    """A launch that is not made. device: the index of a GPU, or None. done: is set when the kernel
+    is compiled, or could not be."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -59,7 +62,10 @@ class Launch:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for launches of one compiled kernel, as far as can be told without Triton."""
-        named = ((name, _kind(x, name.islower() and name in self.kernel.arg_names)) for name, x in self.given.items())
+        named = (
+            (name, _kind(x, name.islower() and name in self.kernel.arg_names))
+            for name, x in self.given.items()
+        )
         return id(self.kernel), self.device, *(_kind(x, True) for x in self.args), *named
 
 
@@ -84,14 +90,16 @@ _STARTING = threading.Lock()
 
 
 def driver() -> Any:
-    """Triton's, which is compiled at its first use, for a GPU: to be called by one thread at a time."""
+    """Triton's, which is compiled at its first use, for a GPU: to be called by one thread at a
+    time."""
     from triton.runtime import driver
 
     return driver.active
 
 
 def build(launch: Launch) -> None:
-    """Compile a kernel, and the function that launches it. The GPU, which may be capturing, is left alone."""
+    """Compile a kernel, and the function that launches it. The GPU, which may be capturing, is left
+    alone."""
     with nullcontext() if launch.device is None else torch.cuda.device(launch.device):
         with _STARTING:  # so are the caches of a kernel, at their first use
             active = driver()
@@ -101,7 +109,8 @@ def build(launch: Launch) -> None:
 
 
 def _begun(run: Callable[[], None]) -> bool:
-    """Run this in a thread. False where the process gets no thread, as at a limit of its container."""
+    """Run this in a thread. False where the process gets no thread, as at a limit of its
+    container."""
     try:
         threading.Thread(target=run, name="attnops-compile").start()
     except RuntimeError as error:
@@ -142,7 +151,8 @@ class Beside:
             log.debug("Triton's driver is compiled at the first launch: %s", error)
 
     def begin(self, run: Callable[[Any], Any], call: Any) -> None:
-        """Begin to compile what `run(call)` launches, where `call` has fake tensors. Raises as `run` does."""
+        """Begin to compile what `run(call)` launches, where `call` has fake tensors. Raises as
+        `run` does."""
         noted: list[Launch] = []
         self._note(noted, 1)
         try:
@@ -152,10 +162,19 @@ class Beside:
         for launch in noted:
             self._add(launch)
 
-    def takes(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], given: dict[str, Any]) -> bool:
-        """Is this launch noted, and not to be made? If it is to be made, wait for a thread that compiles its kernel."""
+    def takes(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], given: dict[str, Any]
+    ) -> bool:
+        """Is this launch noted, and not to be made? If it is to be made, wait for a thread that
+        compiles its kernel."""
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        launch = Launch(kernel, grid, tuple(map(_pointed, args)), {name: _pointed(x) for name, x in given.items()}, device)
+        launch = Launch(
+            kernel,
+            grid,
+            tuple(map(_pointed, args)),
+            {name: _pointed(x) for name, x in given.items()},
+            device,
+        )
         noted: list[Launch] | None = getattr(self._here, "noted", None)
         if noted is not None:
             noted.append(launch)

@@ -1,8 +1,9 @@
-"""Launches of kernels that Triton has compiled, past its search for them. Importing this module imports triton.
+"""Launches of kernels that Triton has compiled, past its search for them. Importing this module
+imports triton.
 
-Triton finds the compiled kernel of a launch by names, types and values of all arguments, in Python, for every launch.
-A decode step launches the same kernels with the same numbers again and again, so that a host that runs ahead of no GPU
-waits for that search.
+Triton finds the compiled kernel of a launch by names, types and values of all arguments, in Python,
+for every launch. A decode step launches the same kernels with the same numbers again and again, so
+that a host that runs ahead of no GPU waits for that search.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnops.kernels.shared.launch.beside import ALIGNED
 
 MOST = 4096
-"""Kinds of launches that are kept. Numbers that change from call to call, such as lengths, make kinds of their own."""
+"""Kinds of launches that are kept. Numbers that change from call to call, such as lengths, make
+kinds of their own."""
 
 Values = tuple[Any, ...]
 
@@ -33,18 +35,28 @@ def _descriptor(x: TensorDescriptor) -> Values:
     return x.base.dtype, *x.block_shape
 
 
-_KINDS: dict[type, Callable[[Any], Values]] = {Tensor: _tensor, nn.Parameter: _tensor, TensorDescriptor: _descriptor}
-"""By type: what Triton may compile another kernel for. Each number is a kind of its own, which is finer than Triton's kinds."""
+_KINDS: dict[type, Callable[[Any], Values]] = {
+    Tensor: _tensor,
+    nn.Parameter: _tensor,
+    TensorDescriptor: _descriptor,
+}
+"""By type: what Triton may compile another kernel for. Each number is a kind of its own, which is
+finer than Triton's kinds."""
 _KEPT: dict[Values, tuple[Any, Callable[[Values], Values]]] = {}
 """By kind: the compiled kernel, and what puts values into the order of its arguments."""
 
 
-def launch_compiled(kernel: Any, grid: tuple[int, ...], args: Values, given: dict[str, Any]) -> None:
-    """`kernel[grid](*args, **given)`, straight to the compiled kernel if a launch of this kind was made before.
+def launch_compiled(
+    kernel: Any, grid: tuple[int, ...], args: Values, given: dict[str, Any]
+) -> None:
+    """`kernel[grid](*args, **given)`, straight to the compiled kernel if a launch of this kind was
+    made before.
 
     args: the first arguments; given: the others by name, with Triton's options.
     """
-    if type(kernel) is not JITFunction or kernel.pre_run_hooks:  # Triton's interpreter, or a profiler
+    if (
+        type(kernel) is not JITFunction or kernel.pre_run_hooks
+    ):  # Triton's interpreter, or a profiler
         kernel[grid](*args, **given)
         return
     values = (*args, *given.values())
@@ -60,7 +72,9 @@ def launch_compiled(kernel: Any, grid: tuple[int, ...], args: Values, given: dic
 
 def _remember(key: Values, kernel: Any, first: int, given: dict[str, Any], compiled: Any) -> None:
     places = {name: i for i, name in enumerate((*kernel.arg_names[:first], *given))}
-    if not isinstance(compiled, CompiledKernel) or not places.keys() >= {*kernel.arg_names}:  # an argument is at its default
+    if not isinstance(compiled, CompiledKernel) or not places.keys() >= {
+        *kernel.arg_names
+    }:  # an argument is at its default
         return
     if len(_KEPT) >= MOST:
         _KEPT.clear()

@@ -1,4 +1,5 @@
-"""The GPU at hand, one launch, and the arguments that attention and its gradient share. Importing this module imports triton."""
+"""The GPU at hand, one launch, and the arguments that attention and its gradient share. Importing
+this module imports triton."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ OPTIONS = {"enable_fp_fusion": True}
 class Gpu(NamedTuple):
     """The properties of a GPU that launches depend on.
 
-    memory: bytes of shared memory a program may have. warpgroups: do they multiply (SM90 alone)? float8: does the GPU round to float8
-    itself (from SM89 on)?
+    memory: bytes of shared memory a program may have. warpgroups: do they multiply (SM90 alone)?
+    float8: does the GPU round to float8 itself (from SM89 on)?
     """
 
     multiprocessors: int
@@ -35,13 +36,19 @@ class Gpu(NamedTuple):
 
 
 INTERPRETED = Gpu(4, 227 * 1024, True, False)
-"""In place of a GPU for Triton's interpreter. So few multiprocessors split small calls as a GPU splits large ones."""
+"""In place of a GPU for Triton's interpreter. So few multiprocessors split small calls as a GPU
+splits large ones."""
 
 
 @functools.cache
 def _gpu(index: int) -> Gpu:
     p: Any = torch.cuda.get_device_properties(index)
-    return Gpu(p.multi_processor_count, p.shared_memory_per_block_optin, p.major == 9, (p.major, p.minor) >= (8, 9))
+    return Gpu(
+        p.multi_processor_count,
+        p.shared_memory_per_block_optin,
+        p.major == 9,
+        (p.major, p.minor) >= (8, 9),
+    )
 
 
 def gpu_of(x: Tensor) -> Gpu:
@@ -50,7 +57,8 @@ def gpu_of(x: Tensor) -> Gpu:
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Can this Triton launch a kernel on this device while the one before it runs (programmatic dependent launch)?"""
+    """Can this Triton launch a kernel on this device while the one before it runs (programmatic
+    dependent launch)?"""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return False
     try:
@@ -61,20 +69,32 @@ def overlaps(device: torch.device) -> bool:
 
 
 def overlapped(overlap: bool) -> dict[str, Any]:
-    """For `launch`: does the kernel, whose programs wait before any access, begin while the one before it ends?
+    """For `launch`: does the kernel, whose programs wait before any access, begin while the one
+    before it ends?
 
     The kernel before it waited likewise, so kernels two launches apart are in order, too.
     """
     return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tuple[Any, ...] = (), warps: int = 4) -> None:
-    """Launch a device function on the current GPU. args: its first arguments; given: the others by name, with Triton's options.
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    given: dict[str, Any],
+    args: tuple[Any, ...] = (),
+    warps: int = 4,
+) -> None:
+    """Launch a device function on the current GPU. args: its first arguments; given: the others by
+    name, with Triton's options.
 
     Raises InvalidInput for a grid that CUDA has no room for.
     """
     if len(grid) > 1 and max(grid[1:]) > GRID:
-        raise InvalidInput(f"grid of {kernel.__name__}", grid, f"<= {GRID} but in the first dim: fewer pages a request, or layers")
+        raise InvalidInput(
+            f"grid of {kernel.__name__}",
+            grid,
+            f"<= {GRID} but in the first dim: fewer pages a request, or layers",
+        )
     given = {**given, "num_warps": warps, **OPTIONS}
     if BESIDE.looks and BESIDE.takes(kernel, grid, args, given):
         return
@@ -84,7 +104,8 @@ def launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], args: tupl
 def steady(x: Tensor) -> Tensor:
     """`x`, or a copy of it that Triton loads as it does any other: for a deterministic policy.
 
-    How a tile is spread over threads follows from its address and strides, and the order of a sum over what was loaded from that.
+    How a tile is spread over threads follows from its address and strides, and the order of a sum
+    over what was loaded from that.
     """
     strides = x.stride()[:-1]
     if x.shape[-1] % ALIGNED:
@@ -101,21 +122,29 @@ def flat(x: Tensor | None) -> Tensor | None:
 
 
 def computed_in(query: Tensor) -> Any:
-    """The dtype of matrix products. The interpreter's products take bfloat16 for integers, so that it computes in float32."""
+    """The dtype of matrix products. The interpreter's products take bfloat16 for integers, so that
+    it computes in float32."""
     if query.dtype == torch.float32 or not query.is_cuda:
         return tl.float32
     return tl.float16 if query.dtype == torch.float16 else tl.bfloat16
 
 
 def ruled(rules: Rules) -> dict[str, Any]:
-    """The rules of visibility, and the scale of the logits, as device functions take them: None where a rule is off."""
+    """The rules of visibility, and the scale of the logits, as device functions take them: None
+    where a rule is off."""
     _, causal, left, right, softcap, chunk = rules
     # A soft cap works on scale * logit / cap, and gives back logits in base 2.
-    scale, cap = (rules.scale / softcap, softcap * LOG2E) if softcap > 0 else (rules.scale * LOG2E, None)
+    scale, cap = (
+        (rules.scale / softcap, softcap * LOG2E) if softcap > 0 else (rules.scale * LOG2E, None)
+    )
     return {
-        "scale": scale, "cap": cap, "left": left if left >= 0 else None, "right": right if right >= 0 and not causal else None,
-        "chunk": chunk or None, "CAUSAL": causal,
-    }  # fmt: skip
+        "scale": scale,
+        "cap": cap,
+        "left": left if left >= 0 else None,
+        "right": right if right >= 0 and not causal else None,
+        "chunk": chunk or None,
+        "CAUSAL": causal,
+    }
 
 
 def masked(mask: Tensor | None) -> tuple[dict[str, Any], tuple[int, int, int, int]]:
@@ -134,9 +163,11 @@ def masked(mask: Tensor | None) -> tuple[dict[str, Any], tuple[int, int, int, in
 
 
 def strides(**given: Tensor) -> dict[str, int]:
-    """Strides by token and by head of packed `[T, H, D]` or dense `[B, S, H, D]` tensors, as the device functions take them.
+    """Strides by token and by head of packed `[T, H, D]` or dense `[B, S, H, D]` tensors, as the
+    device functions take them.
 
-    x_b is what a request adds to the offset that its first token has in one long batch: 0 where the dense batch is one.
+    x_b is what a request adds to the offset that its first token has in one long batch: 0 where the
+    dense batch is one.
     """
     found: dict[str, int] = {}
     for name, x in given.items():

@@ -12,9 +12,11 @@ from attnops.kernels.shared.launch.gpu import launch
 from attnops.kernels.shared.sizes import power
 
 COLUMNS = 1024
-"""The most columns of a table that a program writes. A table's width does not change from step to step."""
+"""The most columns of a table that a program writes. A table's width does not change from step to
+step."""
 CLEARED, CLEARED_COLUMNS = 64, 256
-"""Rows that a program of `clear_rows` covers, and columns of one store. Most programs read the last length only, and return."""
+"""Rows that a program of `clear_rows` covers, and columns of one store. Most programs read the last
+length only, and return."""
 
 
 def _columns(width: int) -> int:
@@ -29,7 +31,8 @@ def make_lists(
     page: int = 1,
     apart: int = 1,
 ) -> None:
-    """Write `[T, width]` lists of slots below `slots`, and -1 elsewhere, from `[T, topk]` lists, each within its length.
+    """Write `[T, width]` lists of slots below `slots`, and -1 elsewhere, from `[T, topk]` lists,
+    each within its length.
 
     page: slots of a page. apart: slots from one page's start to the next one's in what is written.
     """
@@ -43,13 +46,16 @@ def make_lists(
 
 
 def clear_rows(parts: tuple[tuple[Tensor, Tensor, float], ...]) -> None:
-    """For each of up to three (starts, contiguous rows, fill): set the rows from `starts[-1]` on to `fill`."""
+    """For each of up to three (starts, contiguous rows, fill): set the rows from `starts[-1]` on to
+    `fill`."""
     most = max(rows.shape[0] for _, rows, _ in parts)
     if most == 0:
         return
     args: list[Any] = []
     constants = {"BLOCK_R": CLEARED, "BLOCK": CLEARED_COLUMNS}
-    for name, (starts, rows, fill) in zip("ABC", (*parts, *[parts[0]] * (3 - len(parts))), strict=True):
+    for name, (starts, rows, fill) in zip(
+        "ABC", (*parts, *[parts[0]] * (3 - len(parts))), strict=True
+    ):
         args += [starts, starts.stride(0) * (starts.shape[0] - 1), rows, rows.shape[0], fill]
         constants[f"{name}_COLUMNS"] = rows[0].numel() if rows.shape[0] else 1
     with on_device_of(parts[0][1]):  # torch's own kernels call this, too

@@ -1,1 +1,2 @@
-"""Device functions. Importing a module of this folder imports triton. Types and annotations are Triton's, not Python's."""
+"""Device functions. Importing a module of this folder imports triton. Types and annotations are
+Triton's, not Python's."""

@@ -1,7 +1,9 @@
-"""Device function: stage one. A tile of query rows attends over the keys of its request, or over one split of them.
+"""Device function: stage one. A tile of query rows attends over the keys of its request, or over
+one split of them.
 
-The keys lie in pages, or follow one another in memory. A tile's rows are queries times the heads of one key head's group (GQA packing):
-every key is loaded once for all of them. FlashAttention-2, https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits:
+The keys lie in pages, or follow one another in memory. A tile's rows are queries times the heads of
+one key head's group (GQA packing): every key is loaded once for all of them. FlashAttention-2,
+https://arxiv.org/abs/2307.08691, section 3.1, over pages; splits:
 https://pytorch.org/blog/flash-decoding/.
 """
 
@@ -10,12 +12,24 @@ import triton.language as tl
 from triton.language import constexpr
 
 from attnops.kernels.triton.device.memory import floats, let_next_begin
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, in_base_2, raised, sees, share, span, tanh, with_sink
+from attnops.kernels.triton.device.softmax import (
+    LN2,
+    LOG2E,
+    closed,
+    in_base_2,
+    raised,
+    sees,
+    share,
+    span,
+    tanh,
+    with_sink,
+)
 
 
 @triton.jit
 def find(starts_ptr, tile, requests, steps, BLOCK_Q: constexpr):
-    """The request of a tile, or `requests` for a tile of padding rows. Request b's tiles begin at starts[b] // BLOCK_Q + b."""
+    """The request of a tile, or `requests` for a tile of padding rows. Request b's tiles begin at
+    starts[b] // BLOCK_Q + b."""
     low = 0
     high = requests
     for _ in range(steps):
@@ -28,7 +42,8 @@ def find(starts_ptr, tile, requests, steps, BLOCK_Q: constexpr):
 
 @triton.jit
 def load_keys(base, at, seen, WIDTH: constexpr, BLOCK: constexpr, MASKED: constexpr):
-    """`[keys, BLOCK]` rows of pages; 0 for keys that are not seen, because their slots may hold NaN."""
+    """`[keys, BLOCK]` rows of pages; 0 for keys that are not seen, because their slots may hold
+    NaN."""
     dims = tl.arange(0, BLOCK)
     pointers = base + at[:, None] + dims[None, :]
     if MASKED and WIDTH == BLOCK:
@@ -43,7 +58,8 @@ def load_keys(base, at, seen, WIDTH: constexpr, BLOCK: constexpr, MASKED: conste
 
 @triton.jit
 def slots_of(page, key, keys, stride_p, stride_n, PAGE: constexpr, TILE_N: constexpr):
-    """Offsets of a tile's keys. One page holds the whole tile, or `page` holds an id for each key. PAGE 0: there are no pages."""
+    """Offsets of a tile's keys. One page holds the whole tile, or `page` holds an id for each key.
+    PAGE 0: there are no pages."""
     if PAGE == 0:
         return keys.to(tl.int64) * stride_n
     elif PAGE % TILE_N == 0:
@@ -54,7 +70,8 @@ def slots_of(page, key, keys, stride_p, stride_n, PAGE: constexpr, TILE_N: const
 
 @triton.jit
 def pages_of(row_ptr, key, high, PAGE: constexpr, TILE_N: constexpr):
-    """The id of the page that holds a tile, or an id for each of its keys. PAGE 0: a number that is not read."""
+    """The id of the page that holds a tile, or an id for each of its keys. PAGE 0: a number that is
+    not read."""
     if PAGE == 0:
         return key
     elif PAGE % TILE_N == 0:
@@ -66,14 +83,51 @@ def pages_of(row_ptr, key, high, PAGE: constexpr, TILE_N: constexpr):
 
 @triton.jit
 def attend_tile(
-    acc, top, total, page, q, q_rest, key, low, high, first, length, position, k_ptr, v_ptr,
-    row_ptr, mask_ptr, mask_row, live, scale, cap, temperature, left, right, chunk, k_p, k_n, v_p,
-    v_n, mask_n,
-    D: constexpr, DV: constexpr, DR: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr,
-    BLOCK_DR: constexpr, PAGE: constexpr, TILE_N: constexpr, COMPUTE: constexpr, CAUSAL: constexpr,
-    MASK: constexpr, LATENT: constexpr, MASKED: constexpr,
-):  # fmt: skip
-    """One step over the TILE_N keys in `page`. Also returns the page of the next step. MASKED: a row may not see every key."""
+    acc,
+    top,
+    total,
+    page,
+    q,
+    q_rest,
+    key,
+    low,
+    high,
+    first,
+    length,
+    position,
+    k_ptr,
+    v_ptr,
+    row_ptr,
+    mask_ptr,
+    mask_row,
+    live,
+    scale,
+    cap,
+    temperature,
+    left,
+    right,
+    chunk,
+    k_p,
+    k_n,
+    v_p,
+    v_n,
+    mask_n,
+    D: constexpr,
+    DV: constexpr,
+    DR: constexpr,
+    BLOCK_D: constexpr,
+    BLOCK_DV: constexpr,
+    BLOCK_DR: constexpr,
+    PAGE: constexpr,
+    TILE_N: constexpr,
+    COMPUTE: constexpr,
+    CAUSAL: constexpr,
+    MASK: constexpr,
+    LATENT: constexpr,
+    MASKED: constexpr,
+):
+    """One step over the TILE_N keys in `page`. Also returns the page of the next step. MASKED: a
+    row may not see every key."""
     keys = key + tl.arange(0, TILE_N)
     seen = (keys >= low) & (keys < high)
     k_at = slots_of(page, key, keys, k_p, k_n, PAGE, TILE_N)
@@ -89,7 +143,11 @@ def attend_tile(
     if temperature is not None:
         s = s * temperature[:, None]
     if MASK != "none":
-        bias = tl.load(mask_ptr + mask_row[:, None] + keys[None, :] * mask_n, mask=live[:, None] & seen[None, :], other=0)
+        bias = tl.load(
+            mask_ptr + mask_row[:, None] + keys[None, :] * mask_n,
+            mask=live[:, None] & seen[None, :],
+            other=0,
+        )
         if MASK == "bool":
             s = tl.where(bias != 0, s, float("-inf"))
         else:
@@ -117,38 +175,131 @@ def attend_tile(
     return acc, top, total, page
 
 
-# With so few rows, warps share the keys. A sum over keys waits for all warps, so it is computed once, at the end, if registers allow.
+# With so few rows, warps share the keys. A sum over keys waits for all warps, so it is computed
+# once, at the end, if registers allow.
 LATE_ROWS = constexpr(16)
 VARYING = [
-    "left", "right", "chunk", "requests", "tokens", "tiles", "pads", "each", "steps", "splits", "split_keys", "width", "rows",
-    "fewest", "most", "capacity", "table_b", "mask_b", "mask_h", "mask_t", "q_b", "r_b",
-]  # fmt: skip
+    "left",
+    "right",
+    "chunk",
+    "requests",
+    "tokens",
+    "tiles",
+    "pads",
+    "each",
+    "steps",
+    "splits",
+    "split_keys",
+    "width",
+    "rows",
+    "fewest",
+    "most",
+    "capacity",
+    "table_b",
+    "mask_b",
+    "mask_h",
+    "mask_t",
+    "q_b",
+    "r_b",
+]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend(
-    q_ptr, r_ptr, k_ptr, v_ptr, table_ptr, first_ptr, lengths_ptr, starts_ptr, mask_ptr, sinks_ptr,
-    q_scale_ptr, k_scale_ptr, v_scale_ptr, temperature_ptr, out_ptr, lse_ptr, parts_ptr, scale, cap,
-    left, right, chunk, requests, tokens, tiles, pads, each, steps, splits, split_keys, width, rows,
-    fewest, most, capacity, q_b, q_t, q_h, r_b, r_t, r_h, k_p, k_n, k_h, v_p, v_n, v_h, q_scale_h,
-    k_scale_h, v_scale_h, table_b, mask_b, mask_h, mask_t, mask_n, out_t, out_h, out_d, lse_t,
+    q_ptr,
+    r_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    first_ptr,
+    lengths_ptr,
+    starts_ptr,
+    mask_ptr,
+    sinks_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    temperature_ptr,
+    out_ptr,
+    lse_ptr,
+    parts_ptr,
+    scale,
+    cap,
+    left,
+    right,
+    chunk,
+    requests,
+    tokens,
+    tiles,
+    pads,
+    each,
+    steps,
+    splits,
+    split_keys,
+    width,
+    rows,
+    fewest,
+    most,
+    capacity,
+    q_b,
+    q_t,
+    q_h,
+    r_b,
+    r_t,
+    r_h,
+    k_p,
+    k_n,
+    k_h,
+    v_p,
+    v_n,
+    v_h,
+    q_scale_h,
+    k_scale_h,
+    v_scale_h,
+    table_b,
+    mask_b,
+    mask_h,
+    mask_t,
+    mask_n,
+    out_t,
+    out_h,
+    out_d,
+    lse_t,
     lse_h,
-    D: constexpr, DV: constexpr, DR: constexpr, BLOCK_D: constexpr, BLOCK_DV: constexpr,
-    BLOCK_DR: constexpr, PAGE: constexpr, KV_HEADS: constexpr, GROUP: constexpr, TILE_M: constexpr,
-    TILE_N: constexpr, COMPUTE: constexpr, CAUSAL: constexpr, MASK: constexpr, LATENT: constexpr,
-    RAGGED: constexpr, SPLIT: constexpr, PEEL: constexpr, OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last tile first: it sees the most keys.
+    D: constexpr,
+    DV: constexpr,
+    DR: constexpr,
+    BLOCK_D: constexpr,
+    BLOCK_DV: constexpr,
+    BLOCK_DR: constexpr,
+    PAGE: constexpr,
+    KV_HEADS: constexpr,
+    GROUP: constexpr,
+    TILE_M: constexpr,
+    TILE_N: constexpr,
+    COMPUTE: constexpr,
+    CAUSAL: constexpr,
+    MASK: constexpr,
+    LATENT: constexpr,
+    RAGGED: constexpr,
+    SPLIT: constexpr,
+    PEEL: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: heads of keys * tiles of their group * (splits * tiles of queries + pads), the last
+    tile first: it sees the most keys.
 
-    tiles: all tiles of queries. The last `pads` of them, and the tiles after those of the requests where RAGGED, serve padding rows.
+    tiles: all tiles of queries. The last `pads` of them, and the tiles after those of the requests
+    where RAGGED, serve padding rows.
     each: tiles of one request, unless RAGGED. width: an upper bound of one request's queries.
     fewest, most: another launch serves requests with fewer or more queries.
     cap: soft cap in base 2; `scale` then holds scale / cap. None without. temperature: of each
     token, a factor on its capped logits. left, right, chunk: None without a bound.
-    PEEL: tiles that every row sees are not masked. OVERLAP: stage two is launched while this kernel runs.
-    DR: a key's numbers after the first D, which `r_ptr` has of the query. LATENT: `k_ptr` holds the value, too.
-    PAGE: 0 for requests whose keys follow one another. Then `table_ptr` tells how many times k_p and v_p a request's first key and value
-    lie past the first, and how many times q_b, r_b and mask_b to add to what its tokens say. At most `capacity` of its keys exist.
+    PEEL: tiles that every row sees are not masked. OVERLAP: stage two is launched while this kernel
+    runs. DR: a key's numbers after the first D, which `r_ptr` has of the query. LATENT: `k_ptr`
+    holds the value, too. PAGE: 0 for requests whose keys follow one another. Then `table_ptr` tells
+    how many times k_p and v_p a request's first key and value lie past the first, and how many
+    times q_b, r_b and mask_b to add to what its tokens say. At most `capacity` of its keys exist.
     first: of each request, the first key that may be seen.
     """
     HEADS: constexpr = GROUP if GROUP < TILE_M else TILE_M
@@ -186,14 +337,24 @@ def attend(
     if request == requests:
         # Padding rows.
         if split == 0:
-            for first in range((tile - origin) * BLOCK_Q, tokens - begin, (tiles - origin) * BLOCK_Q):
+            for first in range(
+                (tile - origin) * BLOCK_Q, tokens - begin, (tiles - origin) * BLOCK_Q
+            ):
                 i = first + row // HEADS
                 live = (row < BLOCK_Q * HEADS) & (i < tokens - begin) & (group_head < GROUP)
                 token = (begin + i).to(tl.int64)
-                out_at = out_ptr + (token * out_t + head.to(tl.int64) * out_h)[:, None] + out_dims[None, :]
+                out_at = (
+                    out_ptr
+                    + (token * out_t + head.to(tl.int64) * out_h)[:, None]
+                    + out_dims[None, :]
+                )
                 tl.store(out_at, 0.0, mask=live[:, None] & (dims_v < DV)[None, :])
                 if lse_ptr is not None:
-                    tl.store(lse_ptr + token * lse_t + head.to(tl.int64) * lse_h, float("-inf"), mask=live)
+                    tl.store(
+                        lse_ptr + token * lse_t + head.to(tl.int64) * lse_h,
+                        float("-inf"),
+                        mask=live,
+                    )
         return
 
     queries = end - begin
@@ -244,7 +405,9 @@ def attend(
     q = load_keys(q_ptr, token * q_t + head.to(tl.int64) * q_h, live, D, BLOCK_D, True).to(COMPUTE)
     q_rest = q
     if DR > 0:
-        q_rest = load_keys(r_ptr, token * r_t + head.to(tl.int64) * r_h, live, DR, BLOCK_DR, True).to(COMPUTE)
+        q_rest = load_keys(
+            r_ptr, token * r_t + head.to(tl.int64) * r_h, live, DR, BLOCK_DR, True
+        ).to(COMPUTE)
     factor = scale
     if q_scale_ptr is not None:
         factor = factor * tl.load(q_scale_ptr + kv_head * q_scale_h)
@@ -265,20 +428,60 @@ def attend(
     middle = start
     stop = start
     if PEEL:
-        # The tiles that every row sees, from the first that begins at or after all_low to the last that ends by all_high.
+        # The tiles that every row sees, from the first that begins at or after all_low to the last
+        # that ends by all_high.
         middle = tl.minimum(tl.maximum(start, tl.cdiv(all_low, TILE_N) * TILE_N), high)
         stop = tl.maximum(tl.minimum(all_high, high) // TILE_N * TILE_N, middle)
     bounds = (start, middle, stop, high)
     for part in tl.static_range(3):
-        if part == 2 or (PEEL and (part == 1 or left is not None or chunk is not None or first_ptr is not None)):
+        if part == 2 or (
+            PEEL and (part == 1 or left is not None or chunk is not None or first_ptr is not None)
+        ):
             for key in range(bounds[part], bounds[part + 1], TILE_N):
                 acc, top, total, page = attend_tile(
-                    acc, top, total, page, q, q_rest, key, low, high,
-                    earliest if first_ptr is not None else None, last, position, k_ptr, v_ptr,
-                    row_ptr, mask_ptr, mask_row, live, factor, cap, temperature, left, right, chunk,
-                    k_p, k_n, v_p, v_n, mask_n, D, DV, DR, BLOCK_D, BLOCK_DV, BLOCK_DR,
-                    PAGE, TILE_N, COMPUTE, CAUSAL, MASK, LATENT, part != 1,
-                )  # fmt: skip
+                    acc,
+                    top,
+                    total,
+                    page,
+                    q,
+                    q_rest,
+                    key,
+                    low,
+                    high,
+                    earliest if first_ptr is not None else None,
+                    last,
+                    position,
+                    k_ptr,
+                    v_ptr,
+                    row_ptr,
+                    mask_ptr,
+                    mask_row,
+                    live,
+                    factor,
+                    cap,
+                    temperature,
+                    left,
+                    right,
+                    chunk,
+                    k_p,
+                    k_n,
+                    v_p,
+                    v_n,
+                    mask_n,
+                    D,
+                    DV,
+                    DR,
+                    BLOCK_D,
+                    BLOCK_DV,
+                    BLOCK_DR,
+                    PAGE,
+                    TILE_N,
+                    COMPUTE,
+                    CAUSAL,
+                    MASK,
+                    LATENT,
+                    part != 1,
+                )
 
     if LATE:
         total = tl.sum(total, 1)

@@ -1,8 +1,10 @@
-"""Device functions: the experts of a mixture for few tokens. Only the weights of experts that a token chose are read.
+"""Device functions: the experts of a mixture for few tokens. Only the weights of experts that a
+token chose are read.
 
-One token takes two launches: its experts' gates and factors, then the rows of `down`, each program with all of the token's experts.
-More take three: programs of an expert and a block of its rows, twice, then the sum. Such a program finds its tokens in the table of
-choices; tokens that did not choose its expert are columns of zeros.
+One token takes two launches: its experts' gates and factors, then the rows of `down`, each program
+with all of the token's experts. More take three: programs of an expert and a block of its rows,
+twice, then the sum. Such a program finds its tokens in the table of choices; tokens that did not
+choose its expert are columns of zeros.
 """
 
 import triton
@@ -16,7 +18,8 @@ from attnops.kernels.triton.device.quantise import saturated
 
 @triton.jit
 def glu(gate, up, alpha, limit, offset, ACT: constexpr, SHAPED: constexpr):
-    """`act(gate) * (up + offset)`, in float32. SHAPED: alpha, limit and offset are given; ACT is a name otherwise."""
+    """`act(gate) * (up + offset)`, in float32. SHAPED: alpha, limit and offset are given; ACT is a
+    name otherwise."""
     if SHAPED:
         if limit > 0.0:
             # As torch: NaN stays NaN.
@@ -30,7 +33,8 @@ def glu(gate, up, alpha, limit, offset, ACT: constexpr, SHAPED: constexpr):
 
 @triton.jit
 def ranged(x, DTYPE: constexpr):
-    """float32 `x` within the range of DTYPE, where that is float16: see `attnops.ops.experts.reference`."""
+    """float32 `x` within the range of DTYPE, where that is float16: see
+    `attnops.ops.experts.reference`."""
     if DTYPE == tl.float16:
         return saturated(x, 65504.0)
     else:
@@ -48,11 +52,30 @@ def halves(y, BLOCK_N: constexpr):
 
 @triton.jit
 def one_token_up(
-    x_ptr, w_ptr, bias_ptr, index_ptr, act_ptr, inner, experts, alpha, limit, offset, w_e, w_n, w_k,
-    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr,
-    SHAPED: constexpr, INTERLEAVED: constexpr, OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: cdiv(inner, BLOCK_N), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold.
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    index_ptr,
+    act_ptr,
+    inner,
+    experts,
+    alpha,
+    limit,
+    offset,
+    w_e,
+    w_n,
+    w_k,
+    IN: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    STAGES: constexpr,
+    ACT: constexpr,
+    SHAPED: constexpr,
+    INTERLEAVED: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: cdiv(inner, BLOCK_N), K. `act` `[K, inner]`; rows of choices that are no expert keep
+    what they hold.
 
     OVERLAP, here and below: as in `device.linear.one_row`.
     """
@@ -85,16 +108,34 @@ def one_token_up(
             y, up = halves(y, BLOCK_N)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         DTYPE: constexpr = act_ptr.dtype.element_ty
-        act = ranged(glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE)
+        act = ranged(
+            glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE
+        )
         tl.store(act_ptr + tl.program_id(1) * inner + n, act, mask=n < inner)
 
 
 @triton.jit
 def one_token_down(
-    act_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, outs, experts, w_e, w_n, w_k, out_n,
-    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
-    STAGES: constexpr, OVERLAP: constexpr,
-):  # fmt: skip
+    act_ptr,
+    w_ptr,
+    bias_ptr,
+    index_ptr,
+    weights_ptr,
+    out_ptr,
+    outs,
+    experts,
+    w_e,
+    w_n,
+    w_k,
+    out_n,
+    IN: constexpr,
+    K: constexpr,
+    KP: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    STAGES: constexpr,
+    OVERLAP: constexpr,
+):
     """Grid: cdiv(outs, BLOCK_N). Every program reads its rows of all K experts."""
     await_previous(OVERLAP)
     place = tl.arange(0, KP)
@@ -106,8 +147,15 @@ def one_token_down(
     sums = tl.zeros([KP, BLOCK_N, BLOCK_K], tl.float32)
     for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
         k = begin + tl.arange(0, BLOCK_K)
-        x = tl.load(act_ptr + place[:, None] * IN + k[None, :], mask=here[:, None] & (k < IN)[None, :], other=0.0)
-        w = streamed(rows[:, :, None] + k.to(tl.int64)[None, None, :] * w_k, real[:, :, None] & (k < IN)[None, None, :])
+        x = tl.load(
+            act_ptr + place[:, None] * IN + k[None, :],
+            mask=here[:, None] & (k < IN)[None, :],
+            other=0.0,
+        )
+        w = streamed(
+            rows[:, :, None] + k.to(tl.int64)[None, None, :] * w_k,
+            real[:, :, None] & (k < IN)[None, None, :],
+        )
         sums += w.to(tl.float32) * x.to(tl.float32)[:, None, :]
     y = tl.sum(sums, 2)
     if bias_ptr is not None:
@@ -122,8 +170,9 @@ def one_token_down(
 def choices(index_ptr, tokens, by_expert, experts, K: constexpr, KP: constexpr, BLOCK_T: constexpr):
     """The part of the table of choices that a program of an expert and a block of tokens reads.
 
-    Returns the tokens `[BLOCK_T]`; of their choices `[BLOCK_T, KP]` the places in the table, which of them there are, and the experts; the
-    program's expert; the first place of it among each token's, KP for none; and whether the expert is this program's to take.
+    Returns the tokens `[BLOCK_T]`; of their choices `[BLOCK_T, KP]` the places in the table, which
+    of them there are, and the experts; the program's expert; the first place of it among each
+    token's, KP for none; and whether the expert is this program's to take.
     """
     first = tl.program_id(2) * BLOCK_T
     t = first + tl.arange(0, BLOCK_T)
@@ -134,9 +183,19 @@ def choices(index_ptr, tokens, by_expert, experts, K: constexpr, KP: constexpr, 
     slot = first * K + tl.program_id(1)
     e = tl.load(index_ptr + slot, mask=(by_expert == 0) & (slot < tokens * K), other=-1)
     e = tl.where(by_expert != 0, tl.program_id(1).to(e.dtype), e)
-    earlier = tl.sum(tl.sum(((index == e) & (at < slot)).to(tl.int32), 1), 0)  # another program's, unless programs are experts
+    earlier = tl.sum(
+        tl.sum(((index == e) & (at < slot)).to(tl.int32), 1), 0
+    )  # another program's, unless programs are experts
     chosen = tl.min(tl.where(index == e, place[None, :], KP), 1)
-    return t, at, given, index, e, chosen, (e >= 0) & (e < experts) & ((earlier == 0) | (by_expert != 0))
+    return (
+        t,
+        at,
+        given,
+        index,
+        e,
+        chosen,
+        (e >= 0) & (e < experts) & ((earlier == 0) | (by_expert != 0)),
+    )
 
 
 @triton.jit
@@ -150,22 +209,52 @@ def described_tile(w_ptr, e, row, column, ROWS: constexpr, COLUMNS: constexpr, A
 
 @triton.jit(do_not_specialize=["tokens", "by_expert"])
 def few_tokens(
-    x_ptr, w_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs, experts,
-    alpha, limit, offset, x_t, w_e, w_n, w_k,
-    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr,
-    BLOCK_K: constexpr, STAGES: constexpr, UP: constexpr, ACT: constexpr, SHAPED: constexpr,
-    INTERLEAVED: constexpr, COMPUTE: constexpr, DESCRIBED: constexpr, ALONG_N: constexpr,
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    index_ptr,
+    weights_ptr,
+    out_ptr,
+    tokens,
+    by_expert,
+    outs,
+    experts,
+    alpha,
+    limit,
+    offset,
+    x_t,
+    w_e,
+    w_n,
+    w_k,
+    IN: constexpr,
+    K: constexpr,
+    KP: constexpr,
+    BLOCK_T: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    STAGES: constexpr,
+    UP: constexpr,
+    ACT: constexpr,
+    SHAPED: constexpr,
+    INTERLEAVED: constexpr,
+    COMPUTE: constexpr,
+    DESCRIBED: constexpr,
+    ALONG_N: constexpr,
     OVERLAP: constexpr,
-):  # fmt: skip
+):
     """Grid: cdiv(outs, BLOCK_N), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
 
-    Row `t * K + place` of `out` `[T * K, outs]` is token t's, at the first place of the expert among the token's. UP: the input is `x`
-    `[T, IN]`, and the result act(gate) * up. Otherwise the input is that result, and the result is float32 and has the token's weight.
-    by_expert: programs of the grid's second axis are experts, not choices. DESCRIBED: `w_ptr` is a descriptor, by which the tensor memory
-    accelerator reads tiles; it reads 0 past the ends. ALONG_N: of the weight's last two dims, rows are next to each other.
+    Row `t * K + place` of `out` `[T * K, outs]` is token t's, at the first place of the expert
+    among the token's. UP: the input is `x` `[T, IN]`, and the result act(gate) * up. Otherwise the
+    input is that result, and the result is float32 and has the token's weight.
+    by_expert: programs of the grid's second axis are experts, not choices. DESCRIBED: `w_ptr` is a
+    descriptor, by which the tensor memory accelerator reads tiles; it reads 0 past the ends.
+    ALONG_N: of the weight's last two dims, rows are next to each other.
     """
     await_previous(OVERLAP)
-    t, at, given, index, e, chosen, mine = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
+    t, at, given, index, e, chosen, mine = choices(
+        index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T
+    )
     here = chosen < KP
     if mine & (tl.min(chosen, 0) < KP):
         ROWS: constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
@@ -181,7 +270,9 @@ def few_tokens(
         up = y
         for begin in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
             k = begin + tl.arange(0, BLOCK_K)
-            x = tl.load(x_rows[:, None] + k[None, :], mask=here[:, None] & (k < IN)[None, :], other=0.0)
+            x = tl.load(
+                x_rows[:, None] + k[None, :], mask=here[:, None] & (k < IN)[None, :], other=0.0
+            )
             columns = tl.trans(x.to(COMPUTE))
             if DESCRIBED:
                 w = described_tile(w_ptr, e, start, begin, ROWS, BLOCK_K, ALONG_N)
@@ -204,7 +295,9 @@ def few_tokens(
         if UP:
             if INTERLEAVED:
                 y, up = halves(y, BLOCK_N)
-            y = ranged(glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE)
+            y = ranged(
+                glu(ranged(y, DTYPE), ranged(up, DTYPE), alpha, limit, offset, ACT, SHAPED), DTYPE
+            )
         else:
             y = ranged(y, DTYPE)
             weights = floats(weights_ptr + at, given & (index == e))
@@ -216,17 +309,33 @@ def few_tokens(
 
 @triton.jit
 def combine(
-    y_ptr, index_ptr, out_ptr, outs, experts, out_t, out_n,
-    K: constexpr, KP: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: tokens, cdiv(outs, BLOCK). The sum of each token's results `[T * K, outs]`; an expert that comes twice has one."""
+    y_ptr,
+    index_ptr,
+    out_ptr,
+    outs,
+    experts,
+    out_t,
+    out_n,
+    K: constexpr,
+    KP: constexpr,
+    BLOCK: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: tokens, cdiv(outs, BLOCK). The sum of each token's results `[T * K, outs]`; an expert
+    that comes twice has one."""
     await_previous(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     place, other = tl.arange(0, KP), tl.arange(0, KP)
     e = tl.load(index_ptr + t * K + place, mask=place < K, other=-1)
     mate = tl.load(index_ptr + t * K + other, mask=other < K, other=-1)
-    earlier = tl.sum(((e[:, None] == mate[None, :]) & (other[None, :] < place[:, None])).to(tl.int32), 1)
+    earlier = tl.sum(
+        ((e[:, None] == mate[None, :]) & (other[None, :] < place[:, None])).to(tl.int32), 1
+    )
     here = (e >= 0) & (e < experts) & (earlier == 0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(y_ptr + (t * K + place.to(tl.int64))[:, None] * outs + n[None, :], mask=here[:, None] & (n < outs)[None, :], other=0.0)
+    y = tl.load(
+        y_ptr + (t * K + place.to(tl.int64))[:, None] * outs + n[None, :],
+        mask=here[:, None] & (n < outs)[None, :],
+        other=0.0,
+    )
     tl.store(out_ptr + t * out_t + n.to(tl.int64) * out_n, tl.sum(y, 0), mask=n < outs)

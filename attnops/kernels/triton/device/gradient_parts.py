@@ -1,4 +1,5 @@
-"""Device functions that the kernels of the gradient share: where a request is, rows in two parts, ranges of queries, and weights."""
+"""Device functions that the kernels of the gradient share: where a request is, rows in two parts,
+ranges of queries, and weights."""
 
 import triton
 import triton.language as tl
@@ -7,12 +8,26 @@ from triton.language import constexpr
 from attnops.kernels.triton.device.attend import find, load_keys
 from attnops.kernels.triton.device.softmax import LOG2E, chunk_of, tanh
 
-VARYING = ["left", "right", "chunk", "requests", "steps", "tiles", "each", "width_q", "width_k", "tokens"]
+VARYING = [
+    "left",
+    "right",
+    "chunk",
+    "requests",
+    "steps",
+    "tiles",
+    "each",
+    "width_q",
+    "width_k",
+    "tokens",
+]
 
 
 @triton.jit
-def load_parts(base, at, seen, D: constexpr, BLOCK_D: constexpr, REST: constexpr, COMPUTE: constexpr):
-    """Rows of D numbers in two parts, `[rows, BLOCK_D]` and `[rows, REST]`. The second is not read where REST is 0."""
+def load_parts(
+    base, at, seen, D: constexpr, BLOCK_D: constexpr, REST: constexpr, COMPUTE: constexpr
+):
+    """Rows of D numbers in two parts, `[rows, BLOCK_D]` and `[rows, REST]`. The second is not read
+    where REST is 0."""
     part = load_keys(base, at, seen, D, BLOCK_D, True).to(COMPUTE)
     rest = part
     if REST:
@@ -21,8 +36,20 @@ def load_parts(base, at, seen, D: constexpr, BLOCK_D: constexpr, REST: constexpr
 
 
 @triton.jit
-def multiply(a, a_rest, base, at, seen, D: constexpr, BLOCK_D: constexpr, REST: constexpr, MASKED: constexpr, COMPUTE: constexpr):
-    """(`a @ b.T`, both parts of b) of rows in two parts; those of b are loaded as by `load_parts`, each ahead of its product."""
+def multiply(
+    a,
+    a_rest,
+    base,
+    at,
+    seen,
+    D: constexpr,
+    BLOCK_D: constexpr,
+    REST: constexpr,
+    MASKED: constexpr,
+    COMPUTE: constexpr,
+):
+    """(`a @ b.T`, both parts of b) of rows in two parts; those of b are loaded as by `load_parts`,
+    each ahead of its product."""
     b = load_keys(base, at, seen, D, BLOCK_D, MASKED).to(COMPUTE)
     s = tl.dot(a, tl.trans(b), input_precision="ieee")
     b_rest = b
@@ -58,7 +85,8 @@ def store_parts(ptr, at, acc, acc_rest, live, D: constexpr, BLOCK_D: constexpr, 
 
 @triton.jit
 def request_at(cu_ptr, tile, requests, steps, each, TILE: constexpr):
-    """(request, its tile) of a tile of all requests. A tile of padding rows has the request `requests`."""
+    """(request, its tile) of a tile of all requests. A tile of padding rows has the request
+    `requests`."""
     if cu_ptr is not None:
         request = find(cu_ptr, tile, requests, steps, TILE)
         return request, tile - tl.load(cu_ptr + request) // TILE - request
@@ -68,7 +96,8 @@ def request_at(cu_ptr, tile, requests, steps, each, TILE: constexpr):
 
 @triton.jit
 def bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k):
-    """(first query, queries, row of key 0, first key, end of keys, position of the first query) of a request."""
+    """(first query, queries, row of key 0, first key, end of keys, position of the first query) of
+    a request."""
     if cu_q_ptr is not None:
         begin = tl.load(cu_q_ptr + request)
         base = tl.load(cu_k_ptr + request)
@@ -89,10 +118,17 @@ def bounds_of(cu_q_ptr, cu_k_ptr, start_ptr, end_ptr, request, width_q, width_k)
 
 @triton.jit
 def seen_by(
-    first, last, queries, offset, left, right, chunk,
+    first,
+    last,
+    queries,
+    offset,
+    left,
+    right,
+    chunk,
     CAUSAL: constexpr,
-):  # fmt: skip
-    """The range of queries, `offset` the first one's position, that see some key of first..last. seen_by(last, first, ...): all keys."""
+):
+    """The range of queries, `offset` the first one's position, that see some key of first..last.
+    seen_by(last, first, ...): all keys."""
     start = 0
     end = queries
     if CAUSAL:
@@ -109,7 +145,8 @@ def seen_by(
 
 @triton.jit
 def in_steps(key, high, STEP: constexpr):
-    """Is the key, or another one of its STEP neighbours, before `high`? Triton loads STEP numbers of a mask at once by it."""
+    """Is the key, or another one of its STEP neighbours, before `high`? Triton loads STEP numbers
+    of a mask at once by it."""
     return key // STEP * STEP < high
 
 
@@ -117,8 +154,8 @@ def in_steps(key, high, STEP: constexpr):
 def load_stats(stats_ptr, rows, TILE: constexpr):
     """(z, delta) of TILE rows, 0 past `rows` of them: see `grad_queries`.
 
-    Half of the places are masked off. Without them the tile would have fewer numbers than the program has threads, and Triton would have
-    every thread load all of them.
+    Half of the places are masked off. Without them the tile would have fewer numbers than the
+    program has threads, and Triton would have every thread load all of them.
     """
     at = tl.arange(0, 4 * TILE)
     both = tl.load(stats_ptr + at, mask=at < 2 * tl.minimum(rows, TILE), other=0.0)
@@ -128,10 +165,18 @@ def load_stats(stats_ptr, rows, TILE: constexpr):
 
 @triton.jit
 def weights_of(
-    s, z, bias, visible, scale, cap,
-    MASK: constexpr, MASKED: constexpr, COMPUTE: constexpr,
-):  # fmt: skip
-    """(weights, derivative of the capped logit by the raw logit). s: products. z: log-sum-exps in base 2, which broadcast."""
+    s,
+    z,
+    bias,
+    visible,
+    scale,
+    cap,
+    MASK: constexpr,
+    MASKED: constexpr,
+    COMPUTE: constexpr,
+):
+    """(weights, derivative of the capped logit by the raw logit). s: products. z: log-sum-exps in
+    base 2, which broadcast."""
     slope = 1.0
     if cap is not None:
         if COMPUTE == tl.float32:

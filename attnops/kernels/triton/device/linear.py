@@ -1,6 +1,8 @@
-"""Device functions: a linear layer of few rows, with the RMS norm before it, and the gated activation and the residual after it.
+"""Device functions: a linear layer of few rows, with the RMS norm before it, and the gated
+activation and the residual after it.
 
-The norm is linear in its factor: `(x * gain) @ weight.T * rsqrt(mean(x**2) + eps)`. The sum of squares is taken along the product's loop.
+The norm is linear in its factor: `(x * gain) @ weight.T * rsqrt(mean(x**2) + eps)`. The sum of
+squares is taken along the product's loop.
 """
 
 import triton
@@ -37,10 +39,12 @@ def tile_of(rows_ptr, k, real, IN: constexpr, BLOCK_K: constexpr):
 
 @triton.jit
 def add_product(sums, rows, columns, SPLIT: constexpr):
-    """`sums` plus `rows @ columns`. SPLIT: parts of the inner dim with sums of their own, `[SPLIT, N, T]`, which warps share.
+    """`sums` plus `rows @ columns`. SPLIT: parts of the inner dim with sums of their own,
+    `[SPLIT, N, T]`, which warps share.
 
-    A sum is a chain of matrix instructions, each of which waits for the one before it. Warps that have all of a step's columns compute one
-    chain, or the same chain; warps that have some of them compute as many chains at once.
+    A sum is a chain of matrix instructions, each of which waits for the one before it. Warps that
+    have all of a step's columns compute one chain, or the same chain; warps that have some of them
+    compute as many chains at once.
     """
     if SPLIT > 1:
         N: constexpr = rows.shape[0]
@@ -52,10 +56,13 @@ def add_product(sums, rows, columns, SPLIT: constexpr):
 
 
 @triton.jit
-def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, inside, ACT: constexpr):
+def finish(
+    y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, inside, ACT: constexpr
+):
     """Write products: with the norm's factor, the bias, the activation and the residual.
 
-    n: which results they are, `real` of the `outs`. out_ptr: where they are in the output, whose rows are `inside`, too.
+    n: which results they are, `real` of the `outs`. out_ptr: where they are in the output, whose
+    rows are `inside`, too.
     """
     if gain_ptr is not None:
         y *= factor
@@ -73,11 +80,27 @@ def finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n, outs, real, 
 
 @triton.jit
 def one_row(
-    x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, outs, eps, offset, w_n, res_n, out_n,
-    IN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr, ACT: constexpr,
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    gain_ptr,
+    res_ptr,
+    out_ptr,
+    outs,
+    eps,
+    offset,
+    w_n,
+    res_n,
+    out_n,
+    IN: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    STAGES: constexpr,
+    ACT: constexpr,
     OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: cdiv(outs, BLOCK_N). A product of a weight `[outs or 2 outs, IN]` and one row, as sums of products in float32.
+):
+    """Grid: cdiv(outs, BLOCK_N). A product of a weight `[outs or 2 outs, IN]` and one row, as sums
+    of products in float32.
 
     OVERLAP: this kernel is launched while the one before it runs.
     """
@@ -105,20 +128,57 @@ def one_row(
             up_sums += tile_of(ups, k, real, IN, BLOCK_K).to(tl.float32) * x[None, :]
     y, up = tl.sum(sums, 1), tl.sum(up_sums, 1)
     factor = tl.rsqrt(tl.sum(squares, 0) / IN + eps)
-    finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr + column * out_n, n, outs, real, real, ACT)
+    finish(
+        y,
+        up,
+        factor,
+        bias_ptr,
+        gain_ptr,
+        residual,
+        out_ptr + column * out_n,
+        n,
+        outs,
+        real,
+        real,
+        ACT,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def few_rows(
-    x_ptr, w_ptr, bias_ptr, gain_ptr, res_ptr, out_ptr, rows, outs, eps, offset, x_t, w_n, res_t,
-    res_n, out_t, out_n,
-    IN: constexpr, BLOCK_T: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SPLIT: constexpr,
-    STAGES: constexpr, ACT: constexpr, COMPUTE: constexpr, DESCRIBED: constexpr, OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: cdiv(rows, BLOCK_T) * cdiv(outs, BLOCK_N). The weight's rows are the left operand of the matrix units.
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    gain_ptr,
+    res_ptr,
+    out_ptr,
+    rows,
+    outs,
+    eps,
+    offset,
+    x_t,
+    w_n,
+    res_t,
+    res_n,
+    out_t,
+    out_n,
+    IN: constexpr,
+    BLOCK_T: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+    SPLIT: constexpr,
+    STAGES: constexpr,
+    ACT: constexpr,
+    COMPUTE: constexpr,
+    DESCRIBED: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: cdiv(rows, BLOCK_T) * cdiv(outs, BLOCK_N). The weight's rows are the left operand of
+    the matrix units.
 
-    SPLIT: parts of a step's columns, as in `add_product`. DESCRIBED: `w_ptr` is a descriptor of the weight, by which the tensor memory
-    accelerator reads tiles; it reads 0 past the ends. OVERLAP: as in `one_row`.
+    SPLIT: parts of a step's columns, as in `add_product`. DESCRIBED: `w_ptr` is a descriptor of the
+    weight, by which the tensor memory accelerator reads tiles; it reads 0 past the ends. OVERLAP:
+    as in `one_row`.
     """
     await_previous(OVERLAP)
     blocks = tl.cdiv(rows, BLOCK_T)
@@ -132,7 +192,11 @@ def few_rows(
     if not DESCRIBED:
         w_rows = w_ptr + n.to(tl.int64) * w_n
         up_rows = w_rows + tl.cast(outs, tl.int64) * w_n
-    at, column, both = t.to(tl.int64)[None, :], n.to(tl.int64)[:, None], real[:, None] & here[None, :]
+    at, column, both = (
+        t.to(tl.int64)[None, :],
+        n.to(tl.int64)[:, None],
+        real[:, None] & here[None, :],
+    )
     residual = None
     if res_ptr is not None:
         residual = tl.load(res_ptr + at * res_t + column * res_n, mask=both, other=0.0)
@@ -171,4 +235,17 @@ def few_rows(
         up = tl.sum(up, 0)
     factor = tl.rsqrt(squares / IN + eps)[None, :]
     out_ptr += at * out_t + column * out_n
-    finish(y, up, factor, bias_ptr, gain_ptr, residual, out_ptr, n[:, None], outs, real[:, None], both, ACT)
+    finish(
+        y,
+        up,
+        factor,
+        bias_ptr,
+        gain_ptr,
+        residual,
+        out_ptr,
+        n[:, None],
+        outs,
+        real[:, None],
+        both,
+        ACT,
+    )

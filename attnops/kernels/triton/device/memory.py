@@ -19,8 +19,11 @@ def streamed(ptr, mask):
 
 @triton.jit
 def let_next_begin():
-    """Let programs of the next kernel start once all programs of this one have called it (PTX: griddepcontrol, sm90)."""
-    tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    """Let programs of the next kernel start once all programs of this one have called it (PTX:
+    griddepcontrol, sm90)."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -30,4 +33,6 @@ def await_previous(OVERLAP: constexpr):
     Every exit needs it, too: the kernel after this one relies on both.
     """
     if OVERLAP:
-        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -1,24 +1,58 @@
-"""Device functions: partial results merged by their log-sum-exps: the splits of stage one, two results, or any number of them."""
+"""Device functions: partial results merged by their log-sum-exps: the splits of stage one, two
+results, or any number of them."""
 
 import triton
 import triton.language as tl
 from triton.language import constexpr
 
 from attnops.kernels.triton.device.memory import await_previous, floats
-from attnops.kernels.triton.device.softmax import LN2, LOG2E, closed, finite, occupied, raised, share, with_sink
+from attnops.kernels.triton.device.softmax import (
+    LN2,
+    LOG2E,
+    closed,
+    finite,
+    occupied,
+    raised,
+    share,
+    with_sink,
+)
 
 VARYING = ["left", "chunk", "width", "splits", "split_keys", "rows", "fewest", "most", "tile"]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def combine(
-    parts_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, left, chunk, width, splits,
-    split_keys, rows, fewest, most, tile, out_t, out_h, out_d, lse_t, lse_h,
-    HEADS: constexpr, DV: constexpr, BLOCK_DV: constexpr, AT_ONCE: constexpr, OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: requests * width * HEADS * cdiv(DV, BLOCK_DV). parts: float32 `[rows, splits, DV]`, then `[rows, splits]` base-2 lse.
+    parts_ptr,
+    lengths_ptr,
+    starts_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    left,
+    chunk,
+    width,
+    splits,
+    split_keys,
+    rows,
+    fewest,
+    most,
+    tile,
+    out_t,
+    out_h,
+    out_d,
+    lse_t,
+    lse_h,
+    HEADS: constexpr,
+    DV: constexpr,
+    BLOCK_DV: constexpr,
+    AT_ONCE: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: requests * width * HEADS * cdiv(DV, BLOCK_DV). parts: float32 `[rows, splits, DV]`,
+    then `[rows, splits]` base-2 lse.
 
-    tile: keys of a step of stage one. AT_ONCE: parts that are read at once. OVERLAP: this kernel is launched while stage one runs.
+    tile: keys of a step of stage one. AT_ONCE: parts that are read at once. OVERLAP: this kernel is
+    launched while stage one runs.
     """
     at = tl.program_id(0)
     DV_TILES: constexpr = (DV + BLOCK_DV - 1) // BLOCK_DV
@@ -45,12 +79,17 @@ def combine(
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    # Where AT_ONCE is the same for every batch, the order of summation follows from the request alone.
+    # Where AT_ONCE is the same for every batch, the order of summation follows from the request
+    # alone.
     for at_split in range(0, count, AT_ONCE):
         n = at_split + tl.arange(0, AT_ONCE)
         real = n < count
         z = tl.load(lses_ptr + origin + n, mask=real, other=float("-inf"))
-        part = tl.load(parts_ptr + (origin + n)[:, None] * DV + dims[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        part = tl.load(
+            parts_ptr + (origin + n)[:, None] * DV + dims[None, :],
+            mask=real[:, None] & inside[None, :],
+            other=0.0,
+        )
         top, base, fade = raised(top, tl.max(z, 0))
         weights = tl.exp2(z - base)
         acc = acc * fade + tl.sum(weights[:, None] * part, 0)
@@ -70,11 +109,30 @@ def combine(
 
 @triton.jit(do_not_specialize=["rows"])
 def merge(
-    a_ptr, za_ptr, b_ptr, zb_ptr, out_ptr, z_ptr, rows, a_t, a_h, a_d, za_t, za_h, b_t, b_h, b_d,
-    zb_t, zb_h,
-    HEADS: constexpr, D: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr,
-):  # fmt: skip
-    """Grid: cdiv(rows, BLOCK_R). a, b: `[T, HEADS, D]`, za, zb: natural lse `[T, HEADS]`; out and z contiguous."""
+    a_ptr,
+    za_ptr,
+    b_ptr,
+    zb_ptr,
+    out_ptr,
+    z_ptr,
+    rows,
+    a_t,
+    a_h,
+    a_d,
+    za_t,
+    za_h,
+    b_t,
+    b_h,
+    b_d,
+    zb_t,
+    zb_h,
+    HEADS: constexpr,
+    D: constexpr,
+    BLOCK_D: constexpr,
+    BLOCK_R: constexpr,
+):
+    """Grid: cdiv(rows, BLOCK_R). a, b: `[T, HEADS, D]`, za, zb: natural lse `[T, HEADS]`; out and z
+    contiguous."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = row < rows
     token = (row // HEADS).to(tl.int64)
@@ -102,10 +160,26 @@ def merge(
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def merge_all(
-    a_ptr, za_ptr, out_ptr, z_ptr, rows, parts, a_t, a_n, a_h, a_d, za_t, za_n, za_h,
-    HEADS: constexpr, D: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr,
-):  # fmt: skip
-    """Grid: cdiv(rows, BLOCK_R). a: `[T, parts, HEADS, D]`, za: natural lse `[T, parts, HEADS]`; out and z contiguous."""
+    a_ptr,
+    za_ptr,
+    out_ptr,
+    z_ptr,
+    rows,
+    parts,
+    a_t,
+    a_n,
+    a_h,
+    a_d,
+    za_t,
+    za_n,
+    za_h,
+    HEADS: constexpr,
+    D: constexpr,
+    BLOCK_D: constexpr,
+    BLOCK_R: constexpr,
+):
+    """Grid: cdiv(rows, BLOCK_R). a: `[T, parts, HEADS, D]`, za: natural lse `[T, parts, HEADS]`;
+    out and z contiguous."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = row < rows
     token = (row // HEADS).to(tl.int64)

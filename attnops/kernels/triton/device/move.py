@@ -1,4 +1,5 @@
-"""Device functions: rows moved as integers: a copy between slots of all layers, and the fill of padding rows."""
+"""Device functions: rows moved as integers: a copy between slots of all layers, and the fill of
+padding rows."""
 
 import triton
 import triton.language as tl
@@ -15,10 +16,21 @@ def inner(column, h, d, D: constexpr):
 
 @triton.jit
 def copy_part(
-    source, target, tile, pages_ptr, p, n, h, d,
-    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK: constexpr,
-):  # fmt: skip
-    """Copy BLOCK columns of every entry. All are read before any is written, and no other program accesses these columns."""
+    source,
+    target,
+    tile,
+    pages_ptr,
+    p,
+    n,
+    h,
+    d,
+    PAGE: constexpr,
+    HEADS: constexpr,
+    D: constexpr,
+    BLOCK: constexpr,
+):
+    """Copy BLOCK columns of every entry. All are read before any is written, and no other program
+    accesses these columns."""
     column = tile * BLOCK + tl.arange(0, BLOCK)
     real = ((source >= 0) & (target >= 0))[:, None] & (column < HEADS * D)[None, :]
     at = inner(column, h, d, D)
@@ -30,12 +42,33 @@ def copy_part(
 
 @triton.jit(do_not_specialize=["entries", "total"])
 def copy(
-    source_ptr, target_ptr, source_t, target_t, entries, total, a_ptr, a_l, a_p, a_n, a_h, a_d,
-    b_ptr, b_l, b_p, b_n, b_h, b_d,
-    PAGE: constexpr, HEADS: constexpr, A_D: constexpr, B_D: constexpr, BLOCK_N: constexpr,
+    source_ptr,
+    target_ptr,
+    source_t,
+    target_t,
+    entries,
+    total,
+    a_ptr,
+    a_l,
+    a_p,
+    a_n,
+    a_h,
+    a_d,
+    b_ptr,
+    b_l,
+    b_p,
+    b_n,
+    b_h,
+    b_d,
+    PAGE: constexpr,
+    HEADS: constexpr,
+    A_D: constexpr,
+    B_D: constexpr,
+    BLOCK_N: constexpr,
     BLOCK: constexpr,
-):  # fmt: skip
-    """Grid: (tiles of a row of a + tiles of a row of b, layers). At most BLOCK_N entries, all of them in every program."""
+):
+    """Grid: (tiles of a row of a + tiles of a row of b, layers). At most BLOCK_N entries, all of
+    them in every program."""
     entry = tl.arange(0, BLOCK_N)
     source = slots_at(source_ptr, entry, source_t, entries, total)
     target = slots_at(target_ptr, entry, target_t, entries, total)
@@ -43,19 +76,50 @@ def copy(
     tile = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     if tile < A_TILES:
-        copy_part(source, target, tile, a_ptr + layer * a_l, a_p, a_n, a_h, a_d, PAGE, HEADS, A_D, BLOCK)
+        copy_part(
+            source, target, tile, a_ptr + layer * a_l, a_p, a_n, a_h, a_d, PAGE, HEADS, A_D, BLOCK
+        )
     elif b_ptr is not None:
-        copy_part(source, target, tile - A_TILES, b_ptr + layer * b_l, b_p, b_n, b_h, b_d, PAGE, HEADS, B_D, BLOCK)
+        copy_part(
+            source,
+            target,
+            tile - A_TILES,
+            b_ptr + layer * b_l,
+            b_p,
+            b_n,
+            b_h,
+            b_d,
+            PAGE,
+            HEADS,
+            B_D,
+            BLOCK,
+        )
 
 
 @triton.jit(do_not_specialize=["entries", "total"])
 def through(
-    source_ptr, target_ptr, source_t, target_t, entries, total, pages_ptr, scratch_ptr, layer, p, n,
-    h, d,
-    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK_N: constexpr, BLOCK: constexpr,
+    source_ptr,
+    target_ptr,
+    source_t,
+    target_t,
+    entries,
+    total,
+    pages_ptr,
+    scratch_ptr,
+    layer,
+    p,
+    n,
+    h,
+    d,
+    PAGE: constexpr,
+    HEADS: constexpr,
+    D: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK: constexpr,
     OUT: constexpr,
-):  # fmt: skip
-    """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: from slots into scratch `[layers, entries, HEADS * D]`, else back."""
+):
+    """Grid: (cdiv(entries, BLOCK_N), tiles of a row, layers). OUT: from slots into scratch
+    `[layers, entries, HEADS * D]`, else back."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     source = slots_at(source_ptr, entry, source_t, entries, total)
     target = slots_at(target_ptr, entry, target_t, entries, total)
@@ -67,6 +131,18 @@ def through(
     at = inner(column, h, d, D)
     kept_ptr = scratch_ptr + ((at_layer * entries + entry) * (HEADS * D))[:, None] + column[None, :]
     if OUT:
-        tl.store(kept_ptr, tl.load(pages_ptr + at_layer * layer + place(source, p, n, PAGE)[:, None] + at, mask=real, other=0), mask=real)
+        tl.store(
+            kept_ptr,
+            tl.load(
+                pages_ptr + at_layer * layer + place(source, p, n, PAGE)[:, None] + at,
+                mask=real,
+                other=0,
+            ),
+            mask=real,
+        )
     else:
-        tl.store(pages_ptr + at_layer * layer + place(target, p, n, PAGE)[:, None] + at, tl.load(kept_ptr, mask=real, other=0), mask=real)
+        tl.store(
+            pages_ptr + at_layer * layer + place(target, p, n, PAGE)[:, None] + at,
+            tl.load(kept_ptr, mask=real, other=0),
+            mask=real,
+        )

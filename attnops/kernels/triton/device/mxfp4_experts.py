@@ -1,9 +1,10 @@
 """Device functions: the experts of a mixture for few tokens, with weights of MXFP4.
 
 The weights are in the order of `attnops.ops.experts.mxfp4_reference.arranged`. A lane's 16
-bytes are its operand of the matrix units: 32 values of rows r and r + 8 of a tile of 16 rows, and of eight columns in each
-half of a chunk of 64. They go from memory through registers into the product; neither they nor the input pass through shared memory.
-The warps of a program share the columns of its rows. Weights are loaded a step ahead of their product.
+bytes are its operand of the matrix units: 32 values of rows r and r + 8 of a tile of 16 rows, and
+of eight columns in each half of a chunk of 64. They go from memory through registers into the
+product; neither they nor the input pass through shared memory. The warps of a program share the
+columns of its rows. Weights are loaded a step ahead of their product.
 """
 
 import triton
@@ -13,9 +14,10 @@ from triton.language import constexpr
 from attnops.kernels.triton.device.experts import choices, glu
 from attnops.kernels.triton.device.memory import await_previous, floats
 
-# Of two halfwords of four values each. $4: the halfwords; $5, $6: the scales of the lane, four bytes; $7, $8: where theirs is.
-# {15, 8 7 6} of a halfword, the sign and the magnitude, is bfloat16 of 2^-126 times the value, subnormals included. A stored scale is the
-# exponent of a bfloat16, so that the product is exact. fma and not mul, which bfloat16 has from SM90 on.
+# Of two halfwords of four values each. $4: the halfwords; $5, $6: the scales of the lane, four
+# bytes; $7, $8: where theirs is. {15, 8 7 6} of a halfword, the sign and the magnitude, is bfloat16
+# of 2^-126 times the value, subnormals included. A stored scale is the exponent of a bfloat16, so
+# that the product is exact. fma and not mul, which bfloat16 has from SM90 on.
 VALUES = constexpr("""{
 .reg .b32 f, a, b, c, d, e, z;
 mov.b32 z, 0x80008000;
@@ -46,30 +48,49 @@ def wide(bits, factor):
 
 @triton.jit
 def values(words, scales, LANES: constexpr, COMPUTE: constexpr):
-    """Halfwords [LANES, 8] and the bytes of four scales [LANES] -> four tensors [LANES, 8] of COMPUTE."""
+    """Halfwords [LANES, 8] and the bytes of four scales [LANES] -> four tensors [LANES, 8] of
+    COMPUTE."""
     byte = tl.arange(0, 8)[None, :] // 2
     if COMPUTE == tl.bfloat16:
         given = tl.broadcast_to(scales[:, None], (LANES, 8))
         place = tl.broadcast_to(0x4040 + byte * 0x0101, (LANES, 8))
         return tl.inline_asm_elementwise(
-            VALUES, "=r,=r,=r,=r,r,r,r,r,r", [words, given, place], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
+            VALUES,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [words, given, place],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     else:
         w = words.to(tl.int32) & 0xFFFF
         factor = (((scales[:, None] >> (8 * byte)) & 255) << 23).to(tl.float32, bitcast=True)
         last = ((w << 1) & 0x8000) | ((w >> 4) & 0xC0) | ((w >> 5) & 0x100)
-        return wide(w & 0x81C0, factor), wide((w << 3) & 0x81C0, factor), wide((w << 6) & 0x81C0, factor), wide(last, factor)
+        return (
+            wide(w & 0x81C0, factor),
+            wide((w << 3) & 0x81C0, factor),
+            wide((w << 6) & 0x81C0, factor),
+            wide(last, factor),
+        )
 
 
 @triton.jit
 def step(
-    sums, x, words, scales,
-    TURNS: constexpr, TILES: constexpr, WARPS: constexpr, BLOCK_T: constexpr, COMPUTE: constexpr,
-):  # fmt: skip
-    """`sums` [WARPS, TILES * 16, BLOCK_T] and the products of TURNS chunks a warp. Columns come in the order that lanes hold them."""
+    sums,
+    x,
+    words,
+    scales,
+    TURNS: constexpr,
+    TILES: constexpr,
+    WARPS: constexpr,
+    BLOCK_T: constexpr,
+    COMPUTE: constexpr,
+):
+    """`sums` [WARPS, TILES * 16, BLOCK_T] and the products of TURNS chunks a warp. Columns come in
+    the order that lanes hold them."""
     a, b, c, d = values(words, scales, TURNS * TILES * WARPS * 32, COMPUTE)
-    # turn, tile, warp, row, lane's columns, half of the chunk, row + 8, pair, then the bits of the value's number
+    # turn, tile, warp, row, lane's columns, half of the chunk, row + 8, pair, then the bits of the
+    # value's number
     w = tl.join(tl.join(a, b), tl.join(c, d)).reshape(TURNS, TILES, WARPS, 8, 4, 2, 2, 2, 2, 2)
     w = w.permute(2, 1, 6, 3, 0, 5, 9, 4, 8, 7).reshape(WARPS, TILES * 16, TURNS * 64)
     x = x.to(COMPUTE).reshape(BLOCK_T // 8, TURNS, 2, WARPS, 8, 4, 2, 2, 2)
@@ -79,7 +100,8 @@ def step(
 
 @triton.jit
 def stored(w, s, begin, inside):
-    """(words, scales) of a step's chunks from `begin` on. inside: the lanes whose chunk exists, or None for all."""
+    """(words, scales) of a step's chunks from `begin` on. inside: the lanes whose chunk exists, or
+    None for all."""
     at, scales = (w + begin * 256)[:, None] + tl.arange(0, 8)[None, :], s + begin * 8
     if inside is None:
         return tl.load(at), tl.load(scales)
@@ -89,13 +111,22 @@ def stored(w, s, begin, inside):
 
 @triton.jit
 def product(
-    w, s, x,
-    COLUMNS: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, BLOCK_T: constexpr,
-    TURNS: constexpr, COMPUTE: constexpr,
-):  # fmt: skip
-    """[WARPS, TILES * 16, BLOCK_T]: the products of each warp's columns. A step takes TURNS chunks of each of PARTS warps.
+    w,
+    s,
+    x,
+    COLUMNS: constexpr,
+    TILES: constexpr,
+    WARPS: constexpr,
+    PARTS: constexpr,
+    BLOCK_T: constexpr,
+    TURNS: constexpr,
+    COMPUTE: constexpr,
+):
+    """[WARPS, TILES * 16, BLOCK_T]: the products of each warp's columns. A step takes TURNS chunks
+    of each of PARTS warps.
 
-    w: pointers [TURNS * TILES * WARPS * 32], s: as many, as `weights` gives them; x: as `inputs` does.
+    w: pointers [TURNS * TILES * WARPS * 32], s: as many, as `weights` gives them; x: as `inputs`
+    does.
     """
     CHUNKS: constexpr = COLUMNS // 64
     STEP: constexpr = PARTS * TURNS
@@ -106,7 +137,8 @@ def product(
     i = tl.arange(0, TURNS * TILES * WARPS * 32)
     inside = WHOLE + i // (TILES * WARPS * 32) * PARTS + i // 32 % PARTS < CHUNKS
     words, scales = stored(w, s, 0, None if WHOLE > 0 else inside)
-    # In a loop that loads the weights of its own product, ptxas gives all chunks the same registers, so that a load waits for a product.
+    # In a loop that loads the weights of its own product, ptxas gives all chunks the same
+    # registers, so that a load waits for a product.
     for begin in tl.range(0, WHOLE - STEP, STEP, num_stages=1):
         given = tl.load((x + begin * 64)[:, None] + eight)
         following = stored(w, s, begin + STEP, None)
@@ -127,11 +159,20 @@ def product(
 
 @triton.jit
 def weights(
-    w_ptr, s_ptr, e, rows, first,
-    COLUMNS: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr,
+    w_ptr,
+    s_ptr,
+    e,
+    rows,
+    first,
+    COLUMNS: constexpr,
+    TILES: constexpr,
+    WARPS: constexpr,
+    PARTS: constexpr,
+    TURNS: constexpr,
     SPREAD: constexpr,
-):  # fmt: skip
-    """Pointers to the first weights and scales of the tiles from `first` on, as `product` takes them.
+):
+    """Pointers to the first weights and scales of the tiles from `first` on, as `product` takes
+    them.
 
     e: the expert, a number or one a lane. SPREAD: every PARTS warps have tiles of their own.
     """
@@ -150,7 +191,8 @@ def weights(
 
 @triton.jit
 def inputs(rows, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr):
-    """Pointers to the inputs, as `product` takes them. rows: pointers to the row of every lane, [8 BLOCK_T TURNS WARPS]."""
+    """Pointers to the inputs, as `product` takes them. rows: pointers to the row of every lane, [8
+    BLOCK_T TURNS WARPS]."""
     i = tl.arange(0, rows.shape[0])
     turn = i // (WARPS * 64) % TURNS * PARTS
     at = i // 32 % PARTS * 64 + i // (WARPS * 32) % 2 * 32 + i % 4 * 8
@@ -163,12 +205,27 @@ def merged(sums, TILES: constexpr, WARPS: constexpr, PARTS: constexpr):
     if PARTS == 1:
         return sums.reshape(WARPS * TILES * 16, sums.shape[2])
     else:
-        return tl.sum(sums.reshape(WARPS // PARTS, PARTS, TILES * 16, sums.shape[2]), 1).reshape(WARPS // PARTS * TILES * 16, sums.shape[2])
+        return tl.sum(sums.reshape(WARPS // PARTS, PARTS, TILES * 16, sums.shape[2]), 1).reshape(
+            WARPS // PARTS * TILES * 16, sums.shape[2]
+        )
 
 
 @triton.jit
-def activated(y, bias_ptr, e, n, outs, alpha, limit, offset, TILES: constexpr, ACT: constexpr, SHAPED: constexpr):
-    """Results `n` [TILES * 8, T] of the `outs` of expert e, from products `y` [TILES * 16, T]; of a tile's rows, the gates come first."""
+def activated(
+    y,
+    bias_ptr,
+    e,
+    n,
+    outs,
+    alpha,
+    limit,
+    offset,
+    TILES: constexpr,
+    ACT: constexpr,
+    SHAPED: constexpr,
+):
+    """Results `n` [TILES * 8, T] of the `outs` of expert e, from products `y` [TILES * 16, T]; of a
+    tile's rows, the gates come first."""
     gate, up = y.reshape(TILES, 2, 8, y.shape[1]).permute(0, 2, 3, 1).split()
     gate, up = gate.reshape(TILES * 8, y.shape[1]), up.reshape(TILES * 8, y.shape[1])
     if bias_ptr is not None:
@@ -180,11 +237,29 @@ def activated(y, bias_ptr, e, n, outs, alpha, limit, offset, TILES: constexpr, A
 
 @triton.jit
 def one_token_up(
-    x_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, act_ptr, inner, experts, alpha, limit, offset,
-    IN: constexpr, TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr,
-    ACT: constexpr, SHAPED: constexpr, COMPUTE: constexpr, OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: cdiv(inner, WARPS // PARTS * TILES * 8), K. `act` `[K, inner]`; rows of choices that are no expert keep what they hold.
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    bias_ptr,
+    index_ptr,
+    act_ptr,
+    inner,
+    experts,
+    alpha,
+    limit,
+    offset,
+    IN: constexpr,
+    TILES: constexpr,
+    WARPS: constexpr,
+    PARTS: constexpr,
+    TURNS: constexpr,
+    ACT: constexpr,
+    SHAPED: constexpr,
+    COMPUTE: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: cdiv(inner, WARPS // PARTS * TILES * 8), K. `act` `[K, inner]`; rows of choices that
+    are no expert keep what they hold.
 
     OVERLAP, here and below: as in `device.linear.one_row`.
     """
@@ -195,21 +270,43 @@ def one_token_up(
         first = tl.program_id(0) * ALL
         w, s = weights(w_ptr, s_ptr, e, 2 * inner, first, IN, TILES, WARPS, PARTS, TURNS, True)
         x = inputs(x_ptr + tl.arange(0, 64 * TURNS * WARPS) * 0, WARPS, PARTS, TURNS)
-        y = merged(product(w, s, x, IN, TILES, WARPS, PARTS, 8, TURNS, COMPUTE), TILES, WARPS, PARTS)
+        y = merged(
+            product(w, s, x, IN, TILES, WARPS, PARTS, 8, TURNS, COMPUTE), TILES, WARPS, PARTS
+        )
         n = first * 8 + tl.arange(0, ALL * 8)
         act = activated(y, bias_ptr, e, n, inner, alpha, limit, offset, ALL, ACT, SHAPED)
         # The columns are the token eight times.
         t = tl.arange(0, 8)[None, :]
-        tl.store(act_ptr + tl.program_id(1) * inner + n[:, None] + t, act, mask=(n < inner)[:, None] & (t == 0))
+        tl.store(
+            act_ptr + tl.program_id(1) * inner + n[:, None] + t,
+            act,
+            mask=(n < inner)[:, None] & (t == 0),
+        )
 
 
 @triton.jit
 def one_token_down(
-    act_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, outs, experts, out_n,
-    IN: constexpr, K: constexpr, KP: constexpr, TILES: constexpr, PARTS: constexpr,
-    TURNS: constexpr, COMPUTE: constexpr, OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: cdiv(outs, TILES * 16). PARTS warps of each of KP experts; a choice that is no expert reads the first one, and counts 0."""
+    act_ptr,
+    w_ptr,
+    s_ptr,
+    bias_ptr,
+    index_ptr,
+    weights_ptr,
+    out_ptr,
+    outs,
+    experts,
+    out_n,
+    IN: constexpr,
+    K: constexpr,
+    KP: constexpr,
+    TILES: constexpr,
+    PARTS: constexpr,
+    TURNS: constexpr,
+    COMPUTE: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: cdiv(outs, TILES * 16). PARTS warps of each of KP experts; a choice that is no expert
+    reads the first one, and counts 0."""
     await_previous(OVERLAP)
     WARPS: constexpr = KP * PARTS
     place = tl.arange(0, TURNS * TILES * WARPS * 32) // 32 % WARPS // PARTS
@@ -232,25 +329,55 @@ def one_token_down(
     # Rows that no launch wrote may hold NaN.
     total = tl.sum(tl.where(here[:, None, None], y * weight[:, None, None], 0.0), 0)
     t = tl.arange(0, 8)[None, :]
-    tl.store(out_ptr + (n.to(tl.int64) * out_n)[:, None] + t, total, mask=(n < outs)[:, None] & (t == 0))
+    tl.store(
+        out_ptr + (n.to(tl.int64) * out_n)[:, None] + t, total, mask=(n < outs)[:, None] & (t == 0)
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "by_expert"])
 def few_tokens(
-    x_ptr, w_ptr, s_ptr, bias_ptr, index_ptr, weights_ptr, out_ptr, tokens, by_expert, outs,
-    experts, alpha, limit, offset, x_t,
-    IN: constexpr, K: constexpr, KP: constexpr, BLOCK_T: constexpr, MATES: constexpr,
-    TILES: constexpr, WARPS: constexpr, PARTS: constexpr, TURNS: constexpr, UP: constexpr,
-    ACT: constexpr, SHAPED: constexpr, COMPUTE: constexpr, OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: blocks of tiles (WARPS // PARTS * TILES each), experts or choices of a block of tokens, cdiv(tokens, BLOCK_T).
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    bias_ptr,
+    index_ptr,
+    weights_ptr,
+    out_ptr,
+    tokens,
+    by_expert,
+    outs,
+    experts,
+    alpha,
+    limit,
+    offset,
+    x_t,
+    IN: constexpr,
+    K: constexpr,
+    KP: constexpr,
+    BLOCK_T: constexpr,
+    MATES: constexpr,
+    TILES: constexpr,
+    WARPS: constexpr,
+    PARTS: constexpr,
+    TURNS: constexpr,
+    UP: constexpr,
+    ACT: constexpr,
+    SHAPED: constexpr,
+    COMPUTE: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: blocks of tiles (WARPS // PARTS * TILES each), experts or choices of a block of tokens,
+    cdiv(tokens, BLOCK_T).
 
-    As `device.experts.few_tokens`. Of the block's tokens, those that chose the program's expert are multiplied, MATES at once.
+    As `device.experts.few_tokens`. Of the block's tokens, those that chose the program's expert are
+    multiplied, MATES at once.
     """
     ALL: constexpr = WARPS // PARTS * TILES
     ROWS: constexpr = 8 if UP else 16
     await_previous(OVERLAP)
-    t, at, given, index, e, chosen, own = choices(index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T)
+    t, at, given, index, e, chosen, own = choices(
+        index_ptr, tokens, by_expert, experts, K, KP, BLOCK_T
+    )
     here = chosen < KP
     number = tl.cumsum(here.to(tl.int32), 0)  # of a token among its mates, from 1 on
     count = tl.max(number, 0)
@@ -258,7 +385,9 @@ def few_tokens(
         tile = tl.program_id(0) * ALL
         n = tile * ROWS + tl.arange(0, ALL * ROWS)
         real = n < outs
-        w, s = weights(w_ptr, s_ptr, e, 2 * outs if UP else outs, tile, IN, TILES, WARPS, PARTS, TURNS, True)
+        w, s = weights(
+            w_ptr, s_ptr, e, 2 * outs if UP else outs, tile, IN, TILES, WARPS, PARTS, TURNS, True
+        )
         result = t * K + chosen
         for begin in tl.range(0, count, MATES, num_stages=1):
             mate = begin + tl.arange(0, MATES)
@@ -267,7 +396,12 @@ def few_tokens(
             i = tl.arange(0, MATES * TURNS * WARPS * 8)
             lane = tl.gather(row, i // (64 * TURNS * WARPS) * 8 + i % 32 // 4, 0)
             x = inputs(x_ptr + (lane // K * x_t if UP else lane * IN), WARPS, PARTS, TURNS)
-            y = merged(product(w, s, x, IN, TILES, WARPS, PARTS, MATES, TURNS, COMPUTE), TILES, WARPS, PARTS)
+            y = merged(
+                product(w, s, x, IN, TILES, WARPS, PARTS, MATES, TURNS, COMPUTE),
+                TILES,
+                WARPS,
+                PARTS,
+            )
             if UP:
                 y = activated(y, bias_ptr, e, n, outs, alpha, limit, offset, ALL, ACT, SHAPED)
             else:
@@ -280,17 +414,32 @@ def few_tokens(
 
 
 @triton.jit
-def decode(w_ptr, s_ptr, out_ptr, COLUMNS: constexpr, PAIRS: constexpr, BLOCK: constexpr, COMPUTE: constexpr):
-    """Grid: tiles of all experts, cdiv(COLUMNS, 64 * BLOCK). All weights, rows and columns in order."""
+def decode(
+    w_ptr,
+    s_ptr,
+    out_ptr,
+    COLUMNS: constexpr,
+    PAIRS: constexpr,
+    BLOCK: constexpr,
+    COMPUTE: constexpr,
+):
+    """Grid: tiles of all experts, cdiv(COLUMNS, 64 * BLOCK). All weights, rows and columns in
+    order."""
     CHUNKS: constexpr = COLUMNS // 64
     tile, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     i = tl.arange(0, BLOCK * 32)
     inside = first + i // 32 < CHUNKS
     at = tile * CHUNKS + first + i // 32
-    words = tl.load(w_ptr + (at * 256 + i % 32 * 8)[:, None] + tl.arange(0, 8)[None, :], mask=inside[:, None], other=0)
+    words = tl.load(
+        w_ptr + (at * 256 + i % 32 * 8)[:, None] + tl.arange(0, 8)[None, :],
+        mask=inside[:, None],
+        other=0,
+    )
     scales = tl.load(s_ptr + at * 8 + i % 32 // 4, mask=inside, other=0)
     a, b, c, d = values(words, scales, BLOCK * 32, COMPUTE)
-    w = tl.join(tl.join(a, b), tl.join(c, d)).reshape(BLOCK, 8, 4, 2, 2, 2, 2, 2)  # chunk, row, lane's columns, half, row + 8, pair, number
+    w = tl.join(tl.join(a, b), tl.join(c, d)).reshape(
+        BLOCK, 8, 4, 2, 2, 2, 2, 2
+    )  # chunk, row, lane's columns, half, row + 8, pair, number
     if PAIRS:
         w = w.permute(1, 4, 0, 3, 2, 7, 6, 5).reshape(16, BLOCK * 64)
     else:

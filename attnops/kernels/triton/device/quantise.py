@@ -1,7 +1,9 @@
-"""Device functions: float32 numbers rounded to the dtype of pages, with the bits of `attnops.ops.metadata.reference`.
+"""Device functions: float32 numbers rounded to the dtype of pages, with the bits of
+`attnops.ops.metadata.reference`.
 
-Numbers saturate, and round to the nearest, ties to even. The functions return bits, because pages are written as integers.
-HARDWARE: the GPU rounds to float8 itself (from SM89 on). Elsewhere, and in the interpreter, which truncates, integers do it.
+Numbers saturate, and round to the nearest, ties to even. The functions return bits, because pages
+are written as integers. HARDWARE: the GPU rounds to float8 itself (from SM89 on). Elsewhere, and in
+the interpreter, which truncates, integers do it.
 """
 
 import triton
@@ -26,7 +28,9 @@ def float8_bits(x, MANTISSA: constexpr, BIAS: constexpr):
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     SHIFT: constexpr = 23 - MANTISSA
-    normal = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    normal = ((size + ((1 << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1)) >> SHIFT) - (
+        (127 - BIAS) << MANTISSA
+    )
     # Subnormal numbers have one step size, that of a float32 that is large enough.
     LARGE: constexpr = (127 + 1 - BIAS + 23 - MANTISSA) << 23
     large = tl.full(x.shape, LARGE, tl.int32).to(tl.float32, bitcast=True)
@@ -46,9 +50,11 @@ def bfloat16_bits(x):
 
 @triton.jit
 def stored_bits(x, AS: constexpr, HARDWARE: constexpr):
-    """float32 `x` as the bits of dtype AS: "float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16" or "float32"."""
+    """float32 `x` as the bits of dtype AS: "float8_e4m3fn", "float8_e5m2", "int8", "bfloat16",
+    "float16" or "float32"."""
     if AS == "int8":
-        # Saturation comes first, because EVEN wants numbers near 0. It gives whole numbers, so the order makes no difference.
+        # Saturation comes first, because EVEN wants numbers near 0. It gives whole numbers, so the
+        # order makes no difference.
         return ((saturated(x, 127.0) + EVEN) - EVEN).to(tl.int8)
     elif AS == "float8_e4m3fn":
         if HARDWARE:

@@ -1,7 +1,8 @@
-"""Device functions: the routing of a mixture, a token a program of one warp, which holds the numbers of all experts in registers.
+"""Device functions: the routing of a mixture, a token a program of one warp, which holds the
+numbers of all experts in registers.
 
-Numbers are compared as int32 that sort as they do, so that equal ones are equal bits, NaN has a place, and a warp reduces them in one
-instruction.
+Numbers are compared as int32 that sort as they do, so that equal ones are equal bits, NaN has a
+place, and a warp reduces them in one instruction.
 """
 
 import triton
@@ -56,15 +57,36 @@ def kept_groups(key, place, GROUPS: constexpr, TOP_GROUPS: constexpr, BEST: cons
 
 @triton.jit
 def route(
-    logits_ptr, bias_ptr, weights_ptr, index_ptr, eps, scale, logits_t, logits_e, weights_t,
-    weights_k, index_t, index_k,
-    GROUPS: constexpr, GROUP: constexpr, GROUPS_P: constexpr, GROUP_P: constexpr,
-    TOP_GROUPS: constexpr, BEST: constexpr, K: constexpr, KP: constexpr, SOFTMAX: constexpr,
-    BY_LOGITS: constexpr, NORMALIZE: constexpr, WHOLE: constexpr, CANCELS: constexpr,
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    index_ptr,
+    eps,
+    scale,
+    logits_t,
+    logits_e,
+    weights_t,
+    weights_k,
+    index_t,
+    index_k,
+    GROUPS: constexpr,
+    GROUP: constexpr,
+    GROUPS_P: constexpr,
+    GROUP_P: constexpr,
+    TOP_GROUPS: constexpr,
+    BEST: constexpr,
+    K: constexpr,
+    KP: constexpr,
+    SOFTMAX: constexpr,
+    BY_LOGITS: constexpr,
+    NORMALIZE: constexpr,
+    WHOLE: constexpr,
+    CANCELS: constexpr,
     OVERLAP: constexpr,
-):  # fmt: skip
-    """Grid: tokens. BY_LOGITS: experts are compared by their logits. WHOLE: the softmax of all logits is needed.
-    CANCELS: weights are the softmax of the chosen logits, whose exponentials may be 0 beside the largest of all.
+):
+    """Grid: tokens. BY_LOGITS: experts are compared by their logits. WHOLE: the softmax of all
+    logits is needed. CANCELS: weights are the softmax of the chosen logits, whose exponentials may
+    be 0 beside the largest of all.
 
     OVERLAP: this kernel is launched while the one before it runs.
     """
@@ -74,7 +96,9 @@ def route(
     group, place = tl.arange(0, GROUPS_P)[:, None], tl.arange(0, GROUP_P)[None, :]
     expert = group * GROUP + place
     real = (group < GROUPS) & (place < GROUP)
-    value = tl.load(logits_ptr + expert.to(tl.int64) * logits_e, mask=real, other=float("-inf")).to(tl.float32)
+    value = tl.load(logits_ptr + expert.to(tl.int64) * logits_e, mask=real, other=float("-inf")).to(
+        tl.float32
+    )
     top, total = 0.0, 1.0
     if WHOLE:
         top = tl.max(tl.max(value, 1), 0)
@@ -99,7 +123,9 @@ def route(
         key = tl.where(expert == at, NONE, key)
 
     here = k < K
-    picked = tl.load(logits_ptr + chosen.to(tl.int64) * logits_e, mask=here, other=float("-inf")).to(tl.float32)
+    picked = tl.load(
+        logits_ptr + chosen.to(tl.int64) * logits_e, mask=here, other=float("-inf")
+    ).to(tl.float32)
     if SOFTMAX:
         if CANCELS:
             top = tl.max(picked, 0)

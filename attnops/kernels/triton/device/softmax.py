@@ -1,4 +1,5 @@
-"""Device functions: the running softmax in base 2, the rules of visibility, and the split of a request's keys among programs."""
+"""Device functions: the running softmax in base 2, the rules of visibility, and the split of a
+request's keys among programs."""
 
 import triton
 import triton.language as tl
@@ -19,7 +20,8 @@ def finite(top):
 
 @triton.jit
 def raised(top, logit):
-    """(the larger of both, `finite` of it, the factor on sums of powers of 2 that `top` was subtracted from)."""
+    """(the larger of both, `finite` of it, the factor on sums of powers of 2 that `top` was
+    subtracted from)."""
     higher = tl.maximum(top, logit)
     base = finite(higher)
     return higher, base, tl.exp2(top - base)
@@ -27,13 +29,15 @@ def raised(top, logit):
 
 @triton.jit
 def occupied(z):
-    """A log-sum-exp with -inf for +inf, which kernels of other packages write where no key is seen."""
+    """A log-sum-exp with -inf for +inf, which kernels of other packages write where no key is
+    seen."""
     return tl.where(z == float("inf"), float("-inf"), z)
 
 
 @triton.jit
 def in_base_2(bias):
-    """float32 of an additive mask, in base 2. What is finite stays so: float32 ends at -2.36e38 in base 2."""
+    """float32 of an additive mask, in base 2. What is finite stays so: float32 ends at -2.36e38 in
+    base 2."""
     wide = bias.to(tl.float32)
     if bias.dtype != tl.float16:
         wide = tl.where((wide < LOWEST) & (wide > float("-inf")), LOWEST, wide)
@@ -42,7 +46,8 @@ def in_base_2(bias):
 
 @triton.jit
 def tanh(x):
-    """tanh to float32's precision. Near 0, where exp cancels, it is a series (Abramowitz and Stegun, 4.5.64)."""
+    """tanh to float32's precision. Near 0, where exp cancels, it is a series (Abramowitz and
+    Stegun, 4.5.64)."""
     y = x * x
     near = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
     far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
@@ -51,7 +56,8 @@ def tanh(x):
 
 @triton.jit
 def with_sink(acc_factor, z, sink):
-    """(factor on the output, log-sum-exp) with the logit `sink`, which has no value, among the others; all in base 2."""
+    """(factor on the output, log-sum-exp) with the logit `sink`, which has no value, among the
+    others; all in base 2."""
     top = tl.maximum(z, sink)
     top = finite(top)
     # A sink of +inf has all of the weight.
@@ -68,7 +74,8 @@ def chunk_of(position, chunk):
 
 @triton.jit
 def span(first, last, low, high, left, right, chunk, CAUSAL: constexpr):
-    """The range of keys within `[low, high)` that some position of first..last sees. span(last, first, ...): that all positions see."""
+    """The range of keys within `[low, high)` that some position of first..last sees. span(last,
+    first, ...): that all positions see."""
     if CAUSAL:
         high = tl.minimum(high, last + 1)
     if right is not None:
@@ -98,13 +105,15 @@ def sees(visible, position, key, left, right, chunk, CAUSAL: constexpr):
 
 @triton.jit
 def closed(top, total):
-    """(factor on the weighted sum, log-sum-exp in base 2) of weights that add up to `total * 2^top`; 0 and -inf without weights."""
+    """(factor on the weighted sum, log-sum-exp in base 2) of weights that add up to
+    `total * 2^top`; 0 and -inf without weights."""
     return tl.where(total > 0, 1.0 / total, 0.0), finite(top) + tl.log2(total)
 
 
 @triton.jit
 def share(length, queries, left, chunk, splits, split_keys, tile):
-    """(first key, keys a split) of a request, both multiples of `tile`. split_keys 0: `splits` shares as even as possible."""
+    """(first key, keys a split) of a request, both multiples of `tile`. split_keys 0: `splits`
+    shares as even as possible."""
     first = 0
     if left is not None:
         first = tl.maximum(length - queries - left, 0)

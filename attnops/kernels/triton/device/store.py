@@ -1,4 +1,5 @@
-"""Device functions: rows of tokens into slots of pages: keys and values, or the two parts of a latent, plain or in packed pages."""
+"""Device functions: rows of tokens into slots of pages: keys and values, or the two parts of a
+latent, plain or in packed pages."""
 
 import triton
 import triton.language as tl
@@ -16,16 +17,36 @@ def place(slot, stride_p, stride_n, PAGE: constexpr):
 @triton.jit
 def slots_at(slots_ptr, entry, stride, entries, total):
     """int64 slots of entries; -1 for numbers that are no slot."""
-    slot = tl.load(slots_ptr + entry.to(tl.int64) * stride, mask=entry < entries, other=-1).to(tl.int64)
+    slot = tl.load(slots_ptr + entry.to(tl.int64) * stride, mask=entry < entries, other=-1).to(
+        tl.int64
+    )
     return tl.where(slot < total, slot, -1)
 
 
 @triton.jit
 def store_part(
-    token, here, slot, tile, rows_ptr, pages_ptr, scale_ptr, t, h, d, p, n, ph, pd, scale_h,
-    PAGE: constexpr, HEADS: constexpr, D: constexpr, BLOCK: constexpr, AS: constexpr,
+    token,
+    here,
+    slot,
+    tile,
+    rows_ptr,
+    pages_ptr,
+    scale_ptr,
+    t,
+    h,
+    d,
+    p,
+    n,
+    ph,
+    pd,
+    scale_h,
+    PAGE: constexpr,
+    HEADS: constexpr,
+    D: constexpr,
+    BLOCK: constexpr,
+    AS: constexpr,
     HARDWARE: constexpr,
-):  # fmt: skip
+):
     """BLOCK columns of HEADS * D of each token."""
     column = tile * BLOCK + tl.arange(0, BLOCK)
     # Strides may be as wide as a pool of all layers.
@@ -40,24 +61,68 @@ def store_part(
     if AS != "same":
         x = x.to(tl.float32)
         if scale_ptr is not None:
-            # IEEE 754 division: the approximate quotient may be off by one ulp, which changes the stored number.
-            x = tl.div_rn(x, tl.broadcast_to(tl.load(scale_ptr + head * scale_h, mask=column < HEADS * D, other=1.0)[None, :], x.shape))
+            # IEEE 754 division: the approximate quotient may be off by one ulp, which changes the
+            # stored number.
+            x = tl.div_rn(
+                x,
+                tl.broadcast_to(
+                    tl.load(scale_ptr + head * scale_h, mask=column < HEADS * D, other=1.0)[
+                        None, :
+                    ],
+                    x.shape,
+                ),
+            )
         x = stored_bits(x, AS, HARDWARE)
-    tl.store(pages_ptr + place(slot, p, n, PAGE)[:, None] + (head * ph + dim * pd)[None, :], x, mask=write)
+    tl.store(
+        pages_ptr + place(slot, p, n, PAGE)[:, None] + (head * ph + dim * pd)[None, :],
+        x,
+        mask=write,
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "total"])
 def store(
-    slots_ptr, slots_t, tokens, total, a_ptr, a_pages_ptr, a_scale_ptr, a_t, a_h, a_d, a_p, a_n,
-    a_ph, a_pd, a_scale_h, b_ptr, b_pages_ptr, b_scale_ptr, b_t, b_h, b_d, b_p, b_n, b_ph, b_pd,
+    slots_ptr,
+    slots_t,
+    tokens,
+    total,
+    a_ptr,
+    a_pages_ptr,
+    a_scale_ptr,
+    a_t,
+    a_h,
+    a_d,
+    a_p,
+    a_n,
+    a_ph,
+    a_pd,
+    a_scale_h,
+    b_ptr,
+    b_pages_ptr,
+    b_scale_ptr,
+    b_t,
+    b_h,
+    b_d,
+    b_p,
+    b_n,
+    b_ph,
+    b_pd,
     b_scale_h,
-    PAGE: constexpr, HEADS: constexpr, A_D: constexpr, B_D: constexpr, BLOCK_T: constexpr,
-    A_BLOCK: constexpr, B_BLOCK: constexpr, A_AS: constexpr, B_AS: constexpr, HARDWARE: constexpr,
-):  # fmt: skip
+    PAGE: constexpr,
+    HEADS: constexpr,
+    A_D: constexpr,
+    B_D: constexpr,
+    BLOCK_T: constexpr,
+    A_BLOCK: constexpr,
+    B_BLOCK: constexpr,
+    A_AS: constexpr,
+    B_AS: constexpr,
+    HARDWARE: constexpr,
+):
     """Grid: (cdiv(tokens, BLOCK_T), tiles of a row of a + tiles of a row of b).
 
-    a, b: `[tokens, HEADS, D]` by their strides; their pages `[P, PAGE, HEADS, D]`, as integers unless AS is "same". Slots outside
-    of `[0, total)` are skipped.
+    a, b: `[tokens, HEADS, D]` by their strides; their pages `[P, PAGE, HEADS, D]`, as integers
+    unless AS is "same". Slots outside of `[0, total)` are skipped.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = token < tokens
@@ -66,14 +131,52 @@ def store(
     tile = tl.program_id(1)
     if tile < A_TILES:
         store_part(
-            token, here, slot, tile, a_ptr, a_pages_ptr, a_scale_ptr, a_t, a_h, a_d, a_p, a_n, a_ph, a_pd, a_scale_h,
-            PAGE, HEADS, A_D, A_BLOCK, A_AS, HARDWARE,
-        )  # fmt: skip
+            token,
+            here,
+            slot,
+            tile,
+            a_ptr,
+            a_pages_ptr,
+            a_scale_ptr,
+            a_t,
+            a_h,
+            a_d,
+            a_p,
+            a_n,
+            a_ph,
+            a_pd,
+            a_scale_h,
+            PAGE,
+            HEADS,
+            A_D,
+            A_BLOCK,
+            A_AS,
+            HARDWARE,
+        )
     else:
         store_part(
-            token, here, slot, tile - A_TILES, b_ptr, b_pages_ptr, b_scale_ptr, b_t, b_h, b_d, b_p, b_n, b_ph, b_pd, b_scale_h,
-            PAGE, HEADS, B_D, B_BLOCK, B_AS, HARDWARE,
-        )  # fmt: skip
+            token,
+            here,
+            slot,
+            tile - A_TILES,
+            b_ptr,
+            b_pages_ptr,
+            b_scale_ptr,
+            b_t,
+            b_h,
+            b_d,
+            b_p,
+            b_n,
+            b_ph,
+            b_pd,
+            b_scale_h,
+            PAGE,
+            HEADS,
+            B_D,
+            B_BLOCK,
+            B_AS,
+            HARDWARE,
+        )
 
 
 # Packed pages of latents. `attnops.ops.sparse.packed_format` describes them.
@@ -81,44 +184,99 @@ def store(
 
 @triton.jit
 def pack_group(
-    row_ptr, real, here, latent_ptr, token_at, group, latent_d, d,
-    DC: constexpr, GROUP: constexpr, LEAST: constexpr, HARDWARE: constexpr,
-):  # fmt: skip
+    row_ptr,
+    real,
+    here,
+    latent_ptr,
+    token_at,
+    group,
+    latent_d,
+    d,
+    DC: constexpr,
+    GROUP: constexpr,
+    LEAST: constexpr,
+    HARDWARE: constexpr,
+):
     """Store the numbers of a group, and its scale."""
     dims = (group * GROUP + tl.arange(0, GROUP)).to(tl.int64)
-    x = tl.load(latent_ptr + token_at + (dims * latent_d)[None, :], mask=here, other=0).to(tl.float32)
-    # The exponent comes from the bits, because log2 may be off by one at a power of two. The bits of a NaN exceed those of any number.
+    x = tl.load(latent_ptr + token_at + (dims * latent_d)[None, :], mask=here, other=0).to(
+        tl.float32
+    )
+    # The exponent comes from the bits, because log2 may be off by one at a power of two. The bits
+    # of a NaN exceed those of any number.
     most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     above = ((most & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.maximum((most >> 23) - 8 + above, 127 + LEAST)
     finite = most < 0x7F800000
     scale = tl.where(finite, exponent << 23, 0x7FC00000)
     inverse = tl.where(finite, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
-    tl.store(row_ptr + (dims * d)[None, :], stored_bits(x * inverse[:, None], "float8_e4m3fn", HARDWARE), mask=real)
+    tl.store(
+        row_ptr + (dims * d)[None, :],
+        stored_bits(x * inverse[:, None], "float8_e4m3fn", HARDWARE),
+        mask=real,
+    )
     byte = tl.arange(0, 4)
     word = (scale[:, None] >> (byte * 8)[None, :]) & 0xFF
-    tl.store(row_ptr + ((DC + group * 4 + byte).to(tl.int64) * d)[None, :], word.to(tl.uint8), mask=real)
+    tl.store(
+        row_ptr + ((DC + group * 4 + byte).to(tl.int64) * d)[None, :], word.to(tl.uint8), mask=real
+    )
 
 
 @triton.jit
-def pack_rope(row_ptr, real, here, rope_ptr, token_at, rope_d, d, BEGIN: constexpr, DR: constexpr, BLOCK: constexpr):
+def pack_rope(
+    row_ptr,
+    real,
+    here,
+    rope_ptr,
+    token_at,
+    rope_d,
+    d,
+    BEGIN: constexpr,
+    DR: constexpr,
+    BLOCK: constexpr,
+):
     """Store the rotated key byte by byte, because a row may begin at an odd address."""
     at = tl.arange(0, BLOCK)
     inside = (at < 2 * DR)[None, :]
-    x = tl.load(rope_ptr + token_at + ((at // 2).to(tl.int64) * rope_d)[None, :], mask=here & inside, other=0)
+    x = tl.load(
+        rope_ptr + token_at + ((at // 2).to(tl.int64) * rope_d)[None, :],
+        mask=here & inside,
+        other=0,
+    )
     bits = bfloat16_bits(x.to(tl.float32)).to(tl.int32)
     byte = (bits >> ((at % 2) * 8)[None, :]) & 0xFF
-    tl.store(row_ptr + ((BEGIN + at).to(tl.int64) * d)[None, :], byte.to(tl.uint8), mask=real & inside)
+    tl.store(
+        row_ptr + ((BEGIN + at).to(tl.int64) * d)[None, :], byte.to(tl.uint8), mask=real & inside
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "total"])
 def pack(
-    slots_ptr, slots_t, tokens, total, latent_ptr, rope_ptr, pages_ptr, latent_t, latent_d, rope_t,
-    rope_d, p, n, d,
-    PAGE: constexpr, DC: constexpr, DR: constexpr, BLOCK_T: constexpr, BLOCK_R: constexpr,
-    GROUP: constexpr, LEAST: constexpr, HARDWARE: constexpr,
-):  # fmt: skip
-    """Grid: (cdiv(tokens, BLOCK_T), DC // GROUP + 1): a group of the latent a program, and the rotated key. pages: uint8."""
+    slots_ptr,
+    slots_t,
+    tokens,
+    total,
+    latent_ptr,
+    rope_ptr,
+    pages_ptr,
+    latent_t,
+    latent_d,
+    rope_t,
+    rope_d,
+    p,
+    n,
+    d,
+    PAGE: constexpr,
+    DC: constexpr,
+    DR: constexpr,
+    BLOCK_T: constexpr,
+    BLOCK_R: constexpr,
+    GROUP: constexpr,
+    LEAST: constexpr,
+    HARDWARE: constexpr,
+):
+    """Grid: (cdiv(tokens, BLOCK_T), DC // GROUP + 1): a group of the latent a program, and the
+    rotated key. pages: uint8."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = (token < tokens)[:, None]
     slot = slots_at(slots_ptr, token, slots_t, tokens, total)
@@ -127,6 +285,30 @@ def pack(
     GROUPS: constexpr = DC // GROUP
     group = tl.program_id(1)
     if group < GROUPS:
-        pack_group(row_ptr, real, here, latent_ptr, (token * latent_t)[:, None], group, latent_d, d, DC, GROUP, LEAST, HARDWARE)
+        pack_group(
+            row_ptr,
+            real,
+            here,
+            latent_ptr,
+            (token * latent_t)[:, None],
+            group,
+            latent_d,
+            d,
+            DC,
+            GROUP,
+            LEAST,
+            HARDWARE,
+        )
     else:
-        pack_rope(row_ptr, real, here, rope_ptr, (token * rope_t)[:, None], rope_d, d, DC + GROUPS * 4, DR, BLOCK_R)
+        pack_rope(
+            row_ptr,
+            real,
+            here,
+            rope_ptr,
+            (token * rope_t)[:, None],
+            rope_d,
+            d,
+            DC + GROUPS * 4,
+            DR,
+            BLOCK_R,
+        )

@@ -1,1 +1,2 @@
-"""The host side of the kernels: `grids` and `tiles` choose sizes in plain Python, the other modules launch device functions."""
+"""The host side of the kernels: `grids` and `tiles` choose sizes in plain Python, the other modules
+launch device functions."""

@@ -37,12 +37,32 @@ if TYPE_CHECKING:
     from attnops.ops.pages import record as paged
 
 MOST_PARTS_BYTES = 1 << 29
-"""The most bytes of float32 that stage one leaves for stage two. Where a fixed split would leave more, requests take turns."""
+"""The most bytes of float32 that stage one leaves for stage two. Where a fixed split would leave
+more, requests take turns."""
 
 STAGE_TWO = (
-    "parts_ptr", "lengths_ptr", "starts_ptr", "sinks_ptr", "out_ptr", "lse_ptr", "left", "chunk", "width", "splits", "split_keys", "rows",
-    "fewest", "most", "out_t", "out_h", "out_d", "lse_t", "lse_h", "DV", "OVERLAP",
-)  # fmt: skip
+    "parts_ptr",
+    "lengths_ptr",
+    "starts_ptr",
+    "sinks_ptr",
+    "out_ptr",
+    "lse_ptr",
+    "left",
+    "chunk",
+    "width",
+    "splits",
+    "split_keys",
+    "rows",
+    "fewest",
+    "most",
+    "out_t",
+    "out_h",
+    "out_d",
+    "lse_t",
+    "lse_h",
+    "DV",
+    "OVERLAP",
+)
 """The arguments of stage one that stage two takes, too."""
 
 BY_REQUEST = ("table_ptr", "lengths_ptr", "first_ptr")
@@ -75,7 +95,8 @@ class Operands(NamedTuple):
     """What is multiplied, and where results go.
 
     query: `[..., Hq, D]`. key, value: `[..., Hkv, D]`, or latents, which are both.
-    rest: the query against a key's numbers after the first D, where there are more. Those of a latent
+    rest: the query against a key's numbers after the first D, where there are more. Those of a
+    latent
         are its rotated part.
     output, lse: by token.
     """
@@ -99,7 +120,8 @@ def attention(
     Latents are keys and values of one head, which all query heads share.
 
     choice: a configuration to launch in place of the table's.
-    most: serve only requests of at most so many queries, and leave padding rows alone; 0 serves all.
+    most: serve only requests of at most so many queries, and leave padding rows alone; 0 serves
+    all.
     """
     if call.output.numel() == 0:
         return
@@ -224,7 +246,8 @@ def _attend(
     arguments: dict[str, Any] = {
         **_arguments(call, batch, given, rules),
         **mask,
-        # The first token of a dense request has the offset of as many queries for each request before it.
+        # The first token of a dense request has the offset of as many queries for each request
+        # before it.
         "mask_b": b - batch.queries * t if call.spec.op == "attention" else b,
         "mask_h": h,
         "mask_t": t,
@@ -248,7 +271,10 @@ def _attend(
         for first in range(0, requests, turn):
             end = min(first + turn, requests)
             some = {n: x[first:end] for n in BY_REQUEST if (x := arguments[n]) is not None}
-            some |= {"starts_ptr": arguments["starts_ptr"][first : end + 1], "requests": end - first}
+            some |= {
+                "starts_ptr": arguments["starts_ptr"][first : end + 1],
+                "requests": end - first,
+            }
             _stages(grids.part_of(at, end - first, end == requests), arguments | some)
 
 
@@ -264,27 +290,50 @@ def _arguments(call: Any, batch: Batch, given: Operands, rules: Rules) -> dict[s
         **_scaled(q_scale=call.q_scale, k_scale=of_keys[0], v_scale=of_keys[1]),
         **strides(q=query),
         **(strides(r=rest) if rest is not None else {"r_b": 0, "r_t": 0, "r_h": 0}),
-        "q_ptr": query, "r_ptr": rest, "k_ptr": k, "v_ptr": v, "out_ptr": output, "lse_ptr": lse,
-        "table_ptr": table, "first_ptr": batch.first, "lengths_ptr": batch.lengths,
-        "starts_ptr": batch.starts, "sinks_ptr": flat(call.sinks),
-        "temperature_ptr": flat(getattr(call, "temperature", None)), "requests": requests,
-        "tokens": output.shape[0], "steps": requests.bit_length(), "capacity": batch.capacity,
-        "k_p": k.stride(0), "k_n": k.stride(row), "k_h": 0 if latent else k.stride(-2),
-        "v_p": v.stride(0), "v_n": v.stride(row), "v_h": 0 if latent else v.stride(-2), "table_b": table.stride(0),
-        "out_t": output.stride(0), "out_h": output.stride(1), "out_d": output.stride(2),
-        "lse_t": 0 if lse is None else lse.stride(0), "lse_h": 0 if lse is None else lse.stride(1),
-        "DR": 0 if rest is None else rest.shape[-1], "COMPUTE": computed_in(_multiplied(given)),
-        "PAGE": batch.page, "LATENT": latent,
-    }  # fmt: skip
+        "q_ptr": query,
+        "r_ptr": rest,
+        "k_ptr": k,
+        "v_ptr": v,
+        "out_ptr": output,
+        "lse_ptr": lse,
+        "table_ptr": table,
+        "first_ptr": batch.first,
+        "lengths_ptr": batch.lengths,
+        "starts_ptr": batch.starts,
+        "sinks_ptr": flat(call.sinks),
+        "temperature_ptr": flat(getattr(call, "temperature", None)),
+        "requests": requests,
+        "tokens": output.shape[0],
+        "steps": requests.bit_length(),
+        "capacity": batch.capacity,
+        "k_p": k.stride(0),
+        "k_n": k.stride(row),
+        "k_h": 0 if latent else k.stride(-2),
+        "v_p": v.stride(0),
+        "v_n": v.stride(row),
+        "v_h": 0 if latent else v.stride(-2),
+        "table_b": table.stride(0),
+        "out_t": output.stride(0),
+        "out_h": output.stride(1),
+        "out_d": output.stride(2),
+        "lse_t": 0 if lse is None else lse.stride(0),
+        "lse_h": 0 if lse is None else lse.stride(1),
+        "DR": 0 if rest is None else rest.shape[-1],
+        "COMPUTE": computed_in(_multiplied(given)),
+        "PAGE": batch.page,
+        "LATENT": latent,
+    }
 
 
 def _multiplied(given: Operands) -> Tensor:
-    """A tensor of the dtype of matrix products: one byte a number would round the weights of keys."""
+    """A tensor of the dtype of matrix products: one byte a number would round the weights of
+    keys."""
     return given.output if given.query.dtype.itemsize == 1 else given.query
 
 
 def _scaled(**given: Tensor | None) -> dict[str, Any]:
-    """Scales `[1]` or `[Hkv]` by name: where each lies, and how far it is from one key head's to the next."""
+    """Scales `[1]` or `[Hkv]` by name: where each lies, and how far it is from one key head's to
+    the next."""
     found: dict[str, Any] = {}
     for name, scale in given.items():
         by_head = scale is not None and scale.shape[0] > 1
@@ -310,25 +359,60 @@ def _stages(at: grids.Launch, given: dict[str, Any]) -> None:
     """Launch stage one, and stage two where stage one leaves parts."""
     if at.blocks == 0:
         return
-    output, dims, heads, tile = given["out_ptr"], given["DV"], given["KV_HEADS"] * given["GROUP"], at.tile
+    output, dims, heads, tile = (
+        given["out_ptr"],
+        given["DV"],
+        given["KV_HEADS"] * given["GROUP"],
+        at.tile,
+    )
     rows = given["requests"] * at.queries * heads
     shared = {
-        **given, "width": at.queries, "splits": at.splits, "split_keys": at.split_keys, "rows": rows, "fewest": at.fewest, "most": at.most,
-        "parts_ptr": output.new_empty(rows * at.splits * (dims + 1), dtype=torch.float32) if at.parts else None,
+        **given,
+        "width": at.queries,
+        "splits": at.splits,
+        "split_keys": at.split_keys,
+        "rows": rows,
+        "fewest": at.fewest,
+        "most": at.most,
+        "parts_ptr": output.new_empty(rows * at.splits * (dims + 1), dtype=torch.float32)
+        if at.parts
+        else None,
         "OVERLAP": at.parts and at.overlap and overlaps(output.device),
-    }  # fmt: skip
+    }
     capped = {"maxnreg": tile.registers} if tile.registers else {}
-    launch(attend, (at.blocks,), {
-        **shared, "tiles": at.tiles, "pads": at.pads, "each": at.each, "TILE_M": tile.rows, "TILE_N": tile.keys, "RAGGED": at.ragged,
-        "SPLIT": at.parts, "PEEL": tile.rows >= 64 and given["MASK"] == "none", "num_stages": tile.stages, **capped,
-    }, warps=tile.warps)  # fmt: skip
+    launch(
+        attend,
+        (at.blocks,),
+        {
+            **shared,
+            "tiles": at.tiles,
+            "pads": at.pads,
+            "each": at.each,
+            "TILE_M": tile.rows,
+            "TILE_N": tile.keys,
+            "RAGGED": at.ragged,
+            "SPLIT": at.parts,
+            "PEEL": tile.rows >= 64 and given["MASK"] == "none",
+            "num_stages": tile.stages,
+            **capped,
+        },
+        warps=tile.warps,
+    )
     if at.parts and rows:
         block = min(given["BLOCK_DV"], 4096 // at.at_once)
         early = {"launch_pdl": True} if shared["OVERLAP"] else {}
-        launch(combine, (rows * -(-dims // block),), {
-            **{name: shared[name] for name in STAGE_TWO}, "tile": tile.keys, "HEADS": heads, "BLOCK_DV": block, "AT_ONCE": at.at_once,
-            **early,
-        })  # fmt: skip
+        launch(
+            combine,
+            (rows * -(-dims // block),),
+            {
+                **{name: shared[name] for name in STAGE_TWO},
+                "tile": tile.keys,
+                "HEADS": heads,
+                "BLOCK_DV": block,
+                "AT_ONCE": at.at_once,
+                **early,
+            },
+        )
 
 
 def merge_state(call: merges.MergeState) -> tuple[Tensor, Tensor]:
@@ -342,12 +426,20 @@ def merge_states(call: merges.MergeStates) -> tuple[Tensor, Tensor]:
     return _merged(merge_all, values(call)[:2], (tokens, heads, dims), 1024, parts)
 
 
-def _merged(kernel: Any, tensors: tuple[Any, ...], shape: tuple[int, ...], numbers: int, *parts: int) -> tuple[Tensor, Tensor]:
-    """(output of `shape` `[T, H, D]`, lse). tensors: outputs and lses in turn. numbers: those of one program, about."""
+def _merged(
+    kernel: Any, tensors: tuple[Any, ...], shape: tuple[int, ...], numbers: int, *parts: int
+) -> tuple[Tensor, Tensor]:
+    """(output of `shape` `[T, H, D]`, lse). tensors: outputs and lses in turn. numbers: those of
+    one program, about."""
     output, lse = tensors[0].new_empty(shape), tensors[1].new_empty(shape[:2])
     if output.numel():
         rows, block_d = lse.numel(), padded(shape[2])
         block_r = max(1, numbers // block_d)
         constants = {"HEADS": shape[1], "D": shape[2], "BLOCK_D": block_d, "BLOCK_R": block_r}
-        launch(kernel, (-(-rows // block_r),), constants, (*tensors, output, lse, rows, *parts, *(n for x in tensors for n in x.stride())))
+        launch(
+            kernel,
+            (-(-rows // block_r),),
+            constants,
+            (*tensors, output, lse, rows, *parts, *(n for x in tensors for n in x.stride())),
+        )
     return output, lse

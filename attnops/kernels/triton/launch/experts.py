@@ -9,7 +9,14 @@ from torch import Tensor
 
 from attnops.core.kernel import deterministic
 from attnops.kernels.shared.experts import experts as composed
-from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps
+from attnops.kernels.shared.launch.gpu import (
+    computed_in,
+    flat,
+    gpu_of,
+    launch,
+    overlapped,
+    overlaps,
+)
 from attnops.kernels.shared.memory import address
 from attnops.kernels.shared.parts import GRID, turns_of
 from attnops.kernels.shared.sizes import power
@@ -27,11 +34,14 @@ BLOCK = 1024
 
 
 def experts(call: Experts, choice: tuple[Tile, Tile] | None = None) -> None:
-    """Two launches for one token, three for more; under a deterministic policy one way serves every number of tokens.
+    """Two launches for one token, three for more; under a deterministic policy one way serves every
+    number of tokens.
 
-    A token whose weights have their rows next to each other takes three as well: sums of products read such weights at half of the rate.
+    A token whose weights have their rows next to each other takes three as well: sums of products
+    read such weights at half of the rate.
 
-    A compiled graph of any number of tokens calls this: more tokens than a program has are left to torch's products.
+    A compiled graph of any number of tokens calls this: more tokens than a program has are left to
+    torch's products.
     choice: the tiles of the two products, in place of the table's.
     """
     tokens, fixed = call.x.shape[0], deterministic(call.policy)
@@ -53,7 +63,9 @@ def experts(call: Experts, choice: tuple[Tile, Tile] | None = None) -> None:
 def shapes(call: Experts) -> tuple[Shape, Shape]:
     """Of the two products."""
     (_, outs, inner), size = call.down.shape, call.x.dtype.itemsize
-    up = Shape(inner, call.x.shape[1], size, call.interleaved, not call.interleaved, _along(call.gate_up))
+    up = Shape(
+        inner, call.x.shape[1], size, call.interleaved, not call.interleaved, _along(call.gate_up)
+    )
     return up, Shape(outs, inner, size, along=_along(call.down))
 
 
@@ -61,7 +73,9 @@ def _along(weight: Tensor) -> bool:
     return weight.stride(2) != 1 and weight.stride(1) == 1
 
 
-def activation(call: Experts | Mxfp4Experts, name: str) -> tuple[tuple[float, float, float], dict[str, Any]]:
+def activation(
+    call: Experts | Mxfp4Experts, name: str
+) -> tuple[tuple[float, float, float], dict[str, Any]]:
     """The numbers and the constants of an activation, as the device functions take them."""
     shaped = bool(call.alpha != 1 or call.limit or call.offset)
     return (call.alpha, call.limit, call.offset), {"ACT": name, "SHAPED": shaped}
@@ -74,21 +88,66 @@ def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
     act, overlap = x.new_empty((k, inner)), overlaps(output.device)
     numbers, given = activation(call, call.activation)
     block = first.rows // 2 if call.interleaved else first.rows
-    launch(device.one_token_up, (-(-inner // block), k), {
-        "IN": x.shape[1], "BLOCK_N": block, "BLOCK_K": first.columns, "STAGES": first.stages, "INTERLEAVED": call.interleaved, **given,
-        **overlapped(first.overlap and overlap),
-    }, (x, call.gate_up, flat(call.gate_up_bias), index, act, inner, experts, *numbers, *call.gate_up.stride()), first.warps)  # fmt: skip
-    launch(device.one_token_down, (-(-outs // second.rows),), {
-        "IN": inner, "K": k, "KP": power(k), "BLOCK_N": second.rows, "BLOCK_K": second.columns, "STAGES": second.stages,
-        **overlapped(second.overlap and overlap),
-    }, (
-        act, call.down, flat(call.down_bias), index, call.top_k_weights.contiguous(), output, outs, experts, *call.down.stride(),
-        output.stride(1),
-    ), second.warps)  # fmt: skip
+    launch(
+        device.one_token_up,
+        (-(-inner // block), k),
+        {
+            "IN": x.shape[1],
+            "BLOCK_N": block,
+            "BLOCK_K": first.columns,
+            "STAGES": first.stages,
+            "INTERLEAVED": call.interleaved,
+            **given,
+            **overlapped(first.overlap and overlap),
+        },
+        (
+            x,
+            call.gate_up,
+            flat(call.gate_up_bias),
+            index,
+            act,
+            inner,
+            experts,
+            *numbers,
+            *call.gate_up.stride(),
+        ),
+        first.warps,
+    )
+    launch(
+        device.one_token_down,
+        (-(-outs // second.rows),),
+        {
+            "IN": inner,
+            "K": k,
+            "KP": power(k),
+            "BLOCK_N": second.rows,
+            "BLOCK_K": second.columns,
+            "STAGES": second.stages,
+            **overlapped(second.overlap and overlap),
+        },
+        (
+            act,
+            call.down,
+            flat(call.down_bias),
+            index,
+            call.top_k_weights.contiguous(),
+            output,
+            outs,
+            experts,
+            *call.down.stride(),
+            output.stride(1),
+        ),
+        second.warps,
+    )
 
 
 def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> None:
-    x, index, weights, output = call.x, call.top_k_index.contiguous(), call.top_k_weights.contiguous(), call.output
+    x, index, weights, output = (
+        call.x,
+        call.top_k_index.contiguous(),
+        call.top_k_weights.contiguous(),
+        call.output,
+    )
     tokens, (experts, outs, inner), k = x.shape[0], call.down.shape, index.shape[1]
     memory, overlap = gpu_of(x).memory, overlaps(output.device)
     chosen = choice or tuple(tiles.few_tokens(shape, block, memory) for shape in shapes(call))
@@ -97,35 +156,83 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> 
     numbers, given = activation(call, call.activation)
     programs = min(experts, min(tokens, block) * k)
     for up, tile, source, weight, bias, result in (
-        (True, chosen[0], x, call.gate_up, call.gate_up_bias, act), (False, chosen[1], act, call.down, call.down_bias, y),
-    ):  # fmt: skip
+        (True, chosen[0], x, call.gate_up, call.gate_up_bias, act),
+        (False, chosen[1], act, call.down, call.down_bias, y),
+    ):
         pairs, along = up and call.interleaved, _along(weight)
         described = tile.described and gpu_of(x).warpgroups and _describable(weight)
         n = tile.rows // 2 if pairs else tile.rows
         args = (
-            source, _descriptor(weight, tile, along) if described else weight, flat(bias), index, weights, result, tokens,
-            int(programs == experts), result.shape[1], experts, *numbers, source.stride(0), *weight.stride(),
-        )  # fmt: skip
-        launch(device.few_tokens, (-(-result.shape[1] // n), programs, -(-tokens // block)), {
-            "IN": source.shape[1], "K": k, "KP": power(k), "BLOCK_T": block, "BLOCK_N": n, "BLOCK_K": tile.columns,
-            "STAGES": tile.stages, "UP": up, **given, "INTERLEAVED": pairs, "COMPUTE": computed_in(x), "DESCRIBED": described,
-            "ALONG_N": along, **overlapped(tile.overlap and overlap),
-        }, args, tile.warps)  # fmt: skip
-    launch(device.combine, (tokens, -(-outs // BLOCK)), {
-        "K": k, "KP": power(k), "BLOCK": min(BLOCK, power(outs)), **overlapped(chosen[1].overlap and overlap),
-    }, (
-        y, index, output, outs, experts, *output.stride(),
-    ))  # fmt: skip
+            source,
+            _descriptor(weight, tile, along) if described else weight,
+            flat(bias),
+            index,
+            weights,
+            result,
+            tokens,
+            int(programs == experts),
+            result.shape[1],
+            experts,
+            *numbers,
+            source.stride(0),
+            *weight.stride(),
+        )
+        launch(
+            device.few_tokens,
+            (-(-result.shape[1] // n), programs, -(-tokens // block)),
+            {
+                "IN": source.shape[1],
+                "K": k,
+                "KP": power(k),
+                "BLOCK_T": block,
+                "BLOCK_N": n,
+                "BLOCK_K": tile.columns,
+                "STAGES": tile.stages,
+                "UP": up,
+                **given,
+                "INTERLEAVED": pairs,
+                "COMPUTE": computed_in(x),
+                "DESCRIBED": described,
+                "ALONG_N": along,
+                **overlapped(tile.overlap and overlap),
+            },
+            args,
+            tile.warps,
+        )
+    launch(
+        device.combine,
+        (tokens, -(-outs // BLOCK)),
+        {
+            "K": k,
+            "KP": power(k),
+            "BLOCK": min(BLOCK, power(outs)),
+            **overlapped(chosen[1].overlap and overlap),
+        },
+        (
+            y,
+            index,
+            output,
+            outs,
+            experts,
+            *output.stride(),
+        ),
+    )
 
 
 def _describable(weight: Tensor) -> bool:
     strides = [n * weight.dtype.itemsize for n in weight.stride() if n != 1]
     along_one = 1 in weight.stride()[1:] and len(strides) == 2
-    return descriptors() and along_one and address(weight) % ALIGNED == 0 and all(n % ALIGNED == 0 and n > 0 for n in strides)
+    return (
+        descriptors()
+        and along_one
+        and address(weight) % ALIGNED == 0
+        and all(n % ALIGNED == 0 and n > 0 for n in strides)
+    )
 
 
 def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:
-    """Made anew for every launch, from the address that the weight has now; a captured launch holds its own copy, as it holds addresses."""
+    """Made anew for every launch, from the address that the weight has now; a captured launch holds
+    its own copy, as it holds addresses."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     memory = weight.transpose(1, 2) if along else weight

@@ -1,4 +1,5 @@
-"""The tiles of the experts of a mixture, of few tokens. They follow from shapes and the GPU alone. Plain Python: no triton, no device."""
+"""The tiles of the experts of a mixture, of few tokens. They follow from shapes and the GPU alone.
+Plain Python: no triton, no device."""
 
 from __future__ import annotations
 
@@ -8,15 +9,18 @@ from typing import NamedTuple
 from attnops.kernels.shared.sizes import power
 
 MOST_TOKENS = 64
-"""The most tokens of one program. Of more, torch's grouped product is the faster; under a deterministic policy programs share them."""
+"""The most tokens of one program. Of more, torch's grouped product is the faster; under a
+deterministic policy programs share them."""
 LEAST_TOKENS = 16
 """Columns of the right operand that matrix units take at least."""
 
 
 class Tile(NamedTuple):
-    """rows: of the weight that a step reads, of each half where there are two. columns: of these rows.
+    """rows: of the weight that a step reads, of each half where there are two. columns: of these
+    rows.
 
-    stages: steps under way at once. described: the weight is read by the tensor memory accelerator, where the GPU has one.
+    stages: steps under way at once. described: the weight is read by the tensor memory accelerator,
+    where the GPU has one.
     overlap: the launch begins while the kernel before it ends, where the GPU can.
     """
 
@@ -29,9 +33,11 @@ class Tile(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of one product. outs: results of a choice. columns: of a row of the weight. pairs: rows of gates and factors take turns.
+    """Of one product. outs: results of a choice. columns: of a row of the weight. pairs: rows of
+    gates and factors take turns.
 
-    halves: gates and factors are halves of the weight. along: rows are next to each other in memory, and not columns.
+    halves: gates and factors are halves of the weight. along: rows are next to each other in
+    memory, and not columns.
     """
 
     outs: int
@@ -48,13 +54,19 @@ class Shape(NamedTuple):
 
 
 def one_token(shape: Shape, choices: int) -> Tile:
-    """For one token: a program has one of its choices in the first product, and all, a power of two from `choices` on, in the second."""
-    return Tile(16, 512 // shape.itemsize, 3, 4) if shape.up else Tile(max(32 // choices, 1), 256 // shape.itemsize, 3, 4)
+    """For one token: a program has one of its choices in the first product, and all, a power of two
+    from `choices` on, in the second."""
+    return (
+        Tile(16, 512 // shape.itemsize, 3, 4)
+        if shape.up
+        else Tile(max(32 // choices, 1), 256 // shape.itemsize, 3, 4)
+    )
 
 
 @functools.lru_cache(maxsize=1024)
 def few_tokens(shape: Shape, tokens: int, memory: int) -> Tile:
-    """For as many as MOST_TOKENS. memory: bytes of shared memory that a program may have; a tile that does not fit has fewer stages."""
+    """For as many as MOST_TOKENS. memory: bytes of shared memory that a program may have; a tile
+    that does not fit has fewer stages."""
     # By times on an H200.
     tile = Tile(64, 64, 6, 4, True) if shape.along else Tile(64, 128, 4 if shape.up else 3, 4, True)
     tile, block = tile._replace(columns=tile.columns * 2 // shape.itemsize), block_of(tokens)

@@ -1,4 +1,5 @@
-"""The tiles, splits and grids of attention. They follow from shapes alone, so that a captured graph replays for other lengths.
+"""The tiles, splits and grids of attention. They follow from shapes alone, so that a captured graph
+replays for other lengths.
 
 Plain Python: no triton, no device.
 """
@@ -13,12 +14,14 @@ DECODE_QUERIES = 8
 """Where two launches serve a batch, the first serves requests of up to this many queries."""
 
 SPLIT_KEYS = 512
-"""Keys a split under a deterministic policy, so that every batch cuts a request's sum at the same keys. Latents of few heads have half as
-many, because they have one tile of queries a request and one key head.
+"""Keys a split under a deterministic policy, so that every batch cuts a request's sum at the same
+keys. Latents of few heads have half as many, because they have one tile of queries a request and
+one key head.
 """
 
 PREFILL_QUERIES = 64
-"""Two launches serve a batch of several requests of more queries than this, because its short requests may decode long contexts."""
+"""Two launches serve a batch of several requests of more queries than this, because its short
+requests may decode long contexts."""
 
 BLOCKS_PER_SM = 4
 """Programs a multiprocessor, where its shared memory has room for as many."""
@@ -27,10 +30,12 @@ LEAST_KEYS, LEAST_LATENTS = 256, 128
 """A split of fewer keys costs more in the merge than it saves."""
 
 MANY_SPLITS, FEW_SPLITS = 64, 16
-"""Parts that stage two reads at once. A deterministic policy always has MANY_SPLITS, because the number sets the order of summation."""
+"""Parts that stage two reads at once. A deterministic policy always has MANY_SPLITS, because the
+number sets the order of summation."""
 
 MOST_ROUNDS, MERGE_COST = 4, 0.1
-"""Where the device is full without splits: the most splits, and the share of a round that they must save."""
+"""Where the device is full without splits: the most splits, and the share of a round that they must
+save."""
 
 MASKED_ROWS = 64
 """The most rows that leave registers for a tile of the mask, in eight warps."""
@@ -42,7 +47,8 @@ UNBOUNDED = 2**31 - 1
 
 
 class Tile(NamedTuple):
-    """Rows (queries times heads of a group) and keys of a program's step, its warps, and its loads in flight.
+    """Rows (queries times heads of a group) and keys of a program's step, its warps, and its loads
+    in flight.
 
     registers: the most a thread may have; 0 leaves them to the compiler.
     """
@@ -55,9 +61,11 @@ class Tile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A configuration to launch in place of the table's and the rules', for measurements. splits: 0 leaves them to the rules.
+    """A configuration to launch in place of the table's and the rules', for measurements. splits: 0
+    leaves them to the rules.
 
-    overlap: launch stage two, or a decode step of one launch, while the kernel before it runs, where the device can.
+    overlap: launch stage two, or a decode step of one launch, while the kernel before it runs,
+    where the device can.
     """
 
     tile: Tile
@@ -73,8 +81,10 @@ class Shape(NamedTuple):
     itemsize, stored: bytes of a number in a product, and in the pages. masked: is there a mask?
     left: keys before its own that a query may see, -1 for all.
     warpgroups: do warpgroups multiply, as on SM90? Elsewhere the widest tiles run out of registers.
-    wide: are more than 256 numbers of a key and of its value loaded, each for itself? A latent is both.
-    odd: are keys or values no whole multiples of 16 bytes? Their loads take registers, which the tallest tiles have not.
+    wide: are more than 256 numbers of a key and of its value loaded, each for itself? A latent is
+    both.
+    odd: are keys or values no whole multiples of 16 bytes? Their loads take registers, which the
+    tallest tiles have not.
     """
 
     tokens: int
@@ -96,9 +106,11 @@ class Shape(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of stage one, and one of stage two where it leaves parts, for requests of fewest..most queries.
+    """One launch of stage one, and one of stage two where it leaves parts, for requests of
+    fewest..most queries.
 
-    blocks: programs of stage one. tiles, pads, each, ragged: as `attend` takes them. split_keys: 0 for an even share.
+    blocks: programs of stage one. tiles, pads, each, ragged: as `attend` takes them. split_keys: 0
+    for an even share.
     at_once: parts that a program of stage two reads at once. overlap: as in Choice.
     """
 
@@ -118,7 +130,8 @@ class Launch(NamedTuple):
 
     @property
     def parts(self) -> bool:
-        """Does stage one leave parts? With a fixed split it always does, so that one part and many reach the output the same way."""
+        """Does stage one leave parts? With a fixed split it always does, so that one part and many
+        reach the output the same way."""
         return self.splits > 1 or self.split_keys > 0
 
 
@@ -126,25 +139,42 @@ LEAST_DECODED = 128
 """Keys of a split in a decode step of one launch, whose merge costs no launch of its own."""
 
 DECODE_BLOCKS = 2
-"""Programs a multiprocessor that such a step has splits for, where these have LONG_SPLIT keys at least; else one."""
+"""Programs a multiprocessor that such a step has splits for, where these have LONG_SPLIT keys at
+least; else one."""
 
 LONG_SPLIT = 1024
 """Keys from which a second program a multiprocessor pays."""
 
 MERGED = 8192
-"""Numbers that the last program of such a step merges at once: 64 registers a thread of four warps."""
+"""Numbers that the last program of such a step merges at once: 64 registers a thread of four
+warps."""
 
 DECODE: dict[tuple[int, int], Tile] = {
-    (2, 64): Tile(16, 128, 4, 3), (2, 128): Tile(16, 64, 4, 3), (2, 256): Tile(16, 32, 4, 4),
-    (4, 128): Tile(16, 32, 8, 2), (4, 256): Tile(16, 16, 8, 2),
-}  # fmt: skip
-"""Tiles of such a step: (bytes of a number, widest padded head dim). All heads of a group, at most 16, are rows of one product."""
+    (2, 64): Tile(16, 128, 4, 3),
+    (2, 128): Tile(16, 64, 4, 3),
+    (2, 256): Tile(16, 32, 4, 4),
+    (4, 128): Tile(16, 32, 8, 2),
+    (4, 256): Tile(16, 16, 8, 2),
+}
+"""Tiles of such a step: (bytes of a number, widest padded head dim). All heads of a group, at most
+16, are rows of one product."""
 
 
-def decode(groups: int, dims: int, itemsize: int, capacity: int, left: int, sms: int, memory: int, fixed: bool = False) -> Choice:
-    """The tile and the splits of a decode step in one launch, of `groups` pairs of a request and a key head.
+def decode(
+    groups: int,
+    dims: int,
+    itemsize: int,
+    capacity: int,
+    left: int,
+    sms: int,
+    memory: int,
+    fixed: bool = False,
+) -> Choice:
+    """The tile and the splits of a decode step in one launch, of `groups` pairs of a request and a
+    key head.
 
-    capacity: keys that the page table has room for. left: keys before its own that a query may see, -1 for all.
+    capacity: keys that the page table has room for. left: keys before its own that a query may see,
+    -1 for all.
     memory: bytes of shared memory a program. fixed: splits of SPLIT_KEYS, in every batch.
     """
     tile = DECODE[min(key for key in DECODE if key[0] == itemsize and padded(dims) <= key[1])]
@@ -155,25 +185,47 @@ def decode(groups: int, dims: int, itemsize: int, capacity: int, left: int, sms:
     keys = capacity if left < 0 else min(capacity, left + tile.keys)
     if fixed:
         return Choice(tile, max(1, -(-keys // SPLIT_KEYS)))
-    one, more = (min(sms * blocks // groups, keys // LEAST_DECODED) for blocks in (1, DECODE_BLOCKS))
+    one, more = (
+        min(sms * blocks // groups, keys // LEAST_DECODED) for blocks in (1, DECODE_BLOCKS)
+    )
     return Choice(tile, max(1, more if more * LONG_SPLIT <= keys else one))
 
 
 def part_of(launch: Launch, requests: int, last: bool) -> Launch:
-    """`launch`, which is not ragged, for `requests` of its requests. The last ones bring the padding rows."""
+    """`launch`, which is not ragged, for `requests` of its requests. The last ones bring the
+    padding rows."""
     across = launch.blocks // ((launch.tiles - launch.pads) * launch.splits + launch.pads)
     direct, pads = requests * launch.each, launch.pads if last else 0
-    return launch._replace(blocks=across * (direct * launch.splits + pads), tiles=direct + pads, pads=pads)
+    return launch._replace(
+        blocks=across * (direct * launch.splits + pads), tiles=direct + pads, pads=pads
+    )
 
 
-# (kind of numbers, widest padded head dim) -> tiles by rows. Head dims above 256 are latents (512 + 64). `stages` - 1 tiles of keys are in
-# flight. Eight warps on 64 rows compute the same scores twice, so they are for tiles that leave four warps no registers.
+# (kind of numbers, widest padded head dim) -> tiles by rows. Head dims above 256 are latents (512 +
+# 64). `stages` - 1 tiles of keys are in flight. Eight warps on 64 rows compute the same scores
+# twice, so they are for tiles that leave four warps no registers.
 TABLE: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("half", 64): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
-    ("half", 128): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(256, 64, 16, 3)),
-    ("half", 256): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 4, 2), Tile(128, 32, 8, 2)),
+    ("half", 128): (
+        Tile(16, 32, 4, 3),
+        Tile(32, 32, 4, 3),
+        Tile(64, 64, 4, 3),
+        Tile(128, 64, 8, 3),
+        Tile(256, 64, 16, 3),
+    ),
+    ("half", 256): (
+        Tile(16, 32, 4, 3),
+        Tile(32, 32, 4, 3),
+        Tile(64, 32, 4, 2),
+        Tile(128, 32, 8, 2),
+    ),
     ("half", 512): (Tile(16, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 64, 8, 2)),
-    ("quantised", 128): (Tile(16, 128, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("quantised", 128): (
+        Tile(16, 128, 4, 3),
+        Tile(32, 64, 4, 3),
+        Tile(64, 64, 4, 3),
+        Tile(128, 64, 8, 3),
+    ),
     # Conversion takes keys through registers, and 64 rows of a latent leave no room for them.
     ("quantised", 512): (Tile(16, 32, 4, 3), Tile(32, 32, 8, 2)),
     # Without matrix units.
@@ -181,17 +233,20 @@ TABLE: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("float32", 256): (Tile(16, 16, 8, 2), Tile(32, 16, 8, 2)),
     ("float32", 512): (Tile(16, 16, 8, 2),),
 }
-"""The committed table. A call has the narrowest class that holds its head dim, and in it the first tile with enough rows, else the last."""
+"""The committed table. A call has the narrowest class that holds its head dim, and in it the first
+tile with enough rows, else the last."""
 
 WIDE: dict[str, tuple[Tile, ...]] = {
     "half": (Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 8, 2)),
     "quantised": (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
 }
-"""Of ordinary keys above 256 numbers, whose values take as much room again. Not measured: as many registers as latents have."""
+"""Of ordinary keys above 256 numbers, whose values take as much room again. Not measured: as many
+registers as latents have."""
 
 
 def first_part(dims: int) -> int:
-    """Numbers of a query and key that one product takes: all, or the largest power of two of more than 256. Another takes the rest."""
+    """Numbers of a query and key that one product takes: all, or the largest power of two of more
+    than 256. Another takes the rest."""
     return dims if dims <= 256 else power(dims + 1) // 2
 
 
@@ -200,9 +255,17 @@ def tiles_of(s: Shape) -> tuple[Tile, ...]:
     quantised = s.stored < s.itemsize
     if s.wide and s.itemsize == 2:
         return WIDE["quantised" if quantised else "half"]
-    for kind in ("float32",) if s.itemsize == 4 else ("quantised", "half") if quantised else ("half",):
+    for kind in (
+        ("float32",) if s.itemsize == 4 else ("quantised", "half") if quantised else ("half",)
+    ):
         # The table has no quantised class of 64 or 256: those of half serve.
-        fits = [dim for of, dim in TABLE if of == kind and padded(s.head_dim) <= dim and (kind != "quantised" or padded(s.head_dim) == dim)]
+        fits = [
+            dim
+            for of, dim in TABLE
+            if of == kind
+            and padded(s.head_dim) <= dim
+            and (kind != "quantised" or padded(s.head_dim) == dim)
+        ]
         if fits:
             return TABLE[kind, min(fits)]
     raise ValueError(f"head_dim: got {s.head_dim}, want <= {max(dim for _, dim in TABLE)}")
@@ -227,27 +290,49 @@ def pick(s: Shape, rows: int, memory: int) -> Tile:
 
 
 def shared_bytes(tile: Tile, s: Shape) -> int:
-    """An upper bound of a program's shared memory: the query's rows, the weights, and the keys of all loads in flight."""
+    """An upper bound of a program's shared memory: the query's rows, the weights, and the keys of
+    all loads in flight."""
     in_flight = max(1, tile.stages - 1) + (tile.rows >= 64 and (s.wide or s.head_dim <= 256))
-    # Keys keep their stored dtype in shared memory. Latents, which are also the values, are converted first.
+    # Keys keep their stored dtype in shared memory. Latents, which are also the values, are
+    # converted first.
     stored = s.itemsize if s.head_dim > 256 else s.stored
-    return (tile.rows * s.q_width + tile.rows * tile.keys) * s.itemsize + in_flight * tile.keys * s.width * stored + 2048
+    return (
+        (tile.rows * s.q_width + tile.rows * tile.keys) * s.itemsize
+        + in_flight * tile.keys * s.width * stored
+        + 2048
+    )
 
 
-def launches(s: Shape, deterministic: bool, sms: int, memory: int, choice: Choice | None = None) -> tuple[Launch, ...]:
-    """The launches of a call, in order. The last one serves the padding rows. choice: of every launch, in place of the rules'."""
+def launches(
+    s: Shape, deterministic: bool, sms: int, memory: int, choice: Choice | None = None
+) -> tuple[Launch, ...]:
+    """The launches of a call, in order. The last one serves the padding rows. choice: of every
+    launch, in place of the rules'."""
     deep = s.queries > DECODE_QUERIES
     if deep and (deterministic or (s.queries > PREFILL_QUERIES and s.requests > 1)):
         return (
-            _launch(s._replace(queries=DECODE_QUERIES), deterministic, sms, memory, choice, most=DECODE_QUERIES),
+            _launch(
+                s._replace(queries=DECODE_QUERIES),
+                deterministic,
+                sms,
+                memory,
+                choice,
+                most=DECODE_QUERIES,
+            ),
             _launch(s, False, sms, memory, choice, fewest=DECODE_QUERIES + 1),
         )
     return (_launch(s, deterministic, sms, memory, choice),)
 
 
 def _launch(
-    s: Shape, deterministic: bool, sms: int, memory: int, choice: Choice | None, fewest: int = 0, most: int = UNBOUNDED
-) -> Launch:  # fmt: skip
+    s: Shape,
+    deterministic: bool,
+    sms: int,
+    memory: int,
+    choice: Choice | None,
+    fewest: int = 0,
+    most: int = UNBOUNDED,
+) -> Launch:
     # Of two launches, the first splits keys, and the second serves the padding rows.
     split, padding = fewest == 0, most == UNBOUNDED
     # Under a deterministic policy the tile follows from the model alone.
@@ -270,23 +355,44 @@ def _launch(
     elif split:
         room = sms * max(1, min(BLOCKS_PER_SM, memory // shared_bytes(tile, s)))
         least = LEAST_LATENTS if s.head_dim > 256 else LEAST_KEYS
-        splits = choice.splits if choice and choice.splits else _splits(direct * across, keys // least, room)
-    # A grid for the longest request is mostly empty in a ragged batch. Then each tile searches for its request.
+        splits = (
+            choice.splits
+            if choice and choice.splits
+            else _splits(direct * across, keys // least, room)
+        )
+    # A grid for the longest request is mostly empty in a ragged batch. Then each tile searches for
+    # its request.
     ragged = direct > 2 * searched and splits == 1 and not deterministic
     pads = max(1, min(64, s.tokens // 64)) if padding and not ragged else 0
     tiles = searched if ragged else direct + pads
     blocks = across * ((tiles - pads) * splits + pads)
     at_once = MANY_SPLITS if deterministic or splits > FEW_SPLITS else FEW_SPLITS
     overlap = choice is None or choice.overlap
-    return Launch(tile, blocks, tiles, pads, each, ragged, splits, split_keys, s.queries, fewest, most, at_once, overlap)
+    return Launch(
+        tile,
+        blocks,
+        tiles,
+        pads,
+        each,
+        ragged,
+        splits,
+        split_keys,
+        s.queries,
+        fewest,
+        most,
+        at_once,
+        overlap,
+    )
 
 
 def _splits(blocks: int, most: int, room: int) -> int:
-    """The best number of splits, at most `most`, of each of `blocks` programs, on a device with room for `room` programs at once."""
+    """The best number of splits, at most `most`, of each of `blocks` programs, on a device with
+    room for `room` programs at once."""
     if blocks == 0:
         return 1
     if blocks <= room // 2:
         return max(1, min(room // blocks, most))
-    # Slightly more programs than there is room for take two rounds. Shorter programs make the last round shorter.
+    # Slightly more programs than there is room for take two rounds. Shorter programs make the last
+    # round shorter.
     rounds = range(1, max(1, min(MOST_ROUNDS, most // 4)) + 1)
     return min(rounds, key=lambda n: -(-blocks * n // room) / n + MERGE_COST * (n > 1))

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attnops.core.kernel import deterministic
-from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, overlapped, overlaps, steady
+from attnops.kernels.shared.launch.gpu import (
+    computed_in,
+    flat,
+    gpu_of,
+    launch,
+    overlapped,
+    overlaps,
+    steady,
+)
 from attnops.kernels.shared.memory import address
 from attnops.kernels.triton.device import linear as device
 from attnops.kernels.triton.launch import linear_tiles as tiles
@@ -22,7 +30,8 @@ ALIGNED = 16
 
 
 def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
-    """One launch, whose tile follows from the number of rows; under a deterministic policy one tile serves every number of rows.
+    """One launch, whose tile follows from the number of rows; under a deterministic policy one tile
+    serves every number of rows.
 
     choice: a tile to launch in place of the table's.
     """
@@ -37,23 +46,49 @@ def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
     numbers = outs, call.norm_eps, call.norm_offset
     if rows == 1 and not fixed:
         tile = choice or tiles.one_row(outs, gated, gpu.multiprocessors)
-        args: tuple[Any, ...] = (x, weight, *vectors, *numbers, weight.stride(0), res_n, output.stride(1))
+        args: tuple[Any, ...] = (
+            x,
+            weight,
+            *vectors,
+            *numbers,
+            weight.stride(0),
+            res_n,
+            output.stride(1),
+        )
         given: dict[str, Any] = {}
         kernel, blocks = device.one_row, 1
     else:
         most = tiles.MOST_ROWS if fixed else rows
-        tile = choice or tiles.few_rows(most, outs, size, gated, call.norm_weight is not None, gpu.multiprocessors, gpu.memory)
+        tile = choice or tiles.few_rows(
+            most, outs, size, gated, call.norm_weight is not None, gpu.multiprocessors, gpu.memory
+        )
         block = tiles.block_of(most, tile)
         described = tile.described and gpu.warpgroups and _describable(weight)
         read = _descriptor(weight, tile.outs, tile.bytes // size) if described else weight
         strides = x.stride(0), weight.stride(0), res_t, res_n, *output.stride()
         args = (x, read, *vectors, rows, *numbers, *strides)
-        given = {"BLOCK_T": block, "SPLIT": tile.split, "COMPUTE": computed_in(x), "DESCRIBED": described}
+        given = {
+            "BLOCK_T": block,
+            "SPLIT": tile.split,
+            "COMPUTE": computed_in(x),
+            "DESCRIBED": described,
+        }
         kernel, blocks = device.few_rows, -(-rows // block)
-    launch(kernel, (blocks * -(-outs // tile.outs),), {
-        "IN": width, "BLOCK_N": tile.outs, "BLOCK_K": tile.bytes // size, "STAGES": tile.stages, "ACT": call.activation, **given,
-        **overlapped(tile.overlap and overlaps(output.device)),
-    }, args, tile.warps)  # fmt: skip
+    launch(
+        kernel,
+        (blocks * -(-outs // tile.outs),),
+        {
+            "IN": width,
+            "BLOCK_N": tile.outs,
+            "BLOCK_K": tile.bytes // size,
+            "STAGES": tile.stages,
+            "ACT": call.activation,
+            **given,
+            **overlapped(tile.overlap and overlaps(output.device)),
+        },
+        args,
+        tile.warps,
+    )
 
 
 @functools.cache
@@ -68,7 +103,8 @@ def _describable(weight: Tensor) -> bool:
 
 
 def _descriptor(weight: Tensor, rows: int, columns: int) -> Any:
-    """Made anew for every launch, from the address that the weight has now; a captured launch holds its own copy, as it holds addresses."""
+    """Made anew for every launch, from the address that the weight has now; a captured launch holds
+    its own copy, as it holds addresses."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(weight, [*weight.shape], [*weight.stride()], [rows, columns])

@@ -1,4 +1,5 @@
-"""Launches of the experts of a mixture with weights of MXFP4. Importing this module imports triton."""
+"""Launches of the experts of a mixture with weights of MXFP4. Importing this module imports
+triton."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Tile(NamedTuple):
-    """tiles: of 16 rows, of a warp. warps: of a program; each `parts` of them share rows. turns: chunks of 64 columns of a warp's step.
+    """tiles: of 16 rows, of a warp. warps: of a program; each `parts` of them share rows. turns:
+    chunks of 64 columns of a warp's step.
 
     overlap: the launch begins while the kernel before it ends, where the GPU can.
     """
@@ -40,7 +42,8 @@ class Tile(NamedTuple):
 
 
 TILE = Tile(1, 2, 2, 4)
-"""Of every product but the next. A program of the second product of one token has as many warps for each of the token's experts."""
+"""Of every product but the next. A program of the second product of one token has as many warps for
+each of the token's experts."""
 ONE_TOKEN_UP = Tile(1, 4, 2, 2)
 """Of the first product of one token."""
 MATES = 8
@@ -51,7 +54,8 @@ CHUNKS = 8
 
 
 def mxfp4_experts(call: Mxfp4Experts, choice: tuple[Tile, Tile] | None = None) -> None:
-    """Two launches for one token, three for more; under a deterministic policy one way serves every number of tokens.
+    """Two launches for one token, three for more; under a deterministic policy one way serves every
+    number of tokens.
 
     For more tokens than a program has, one more launch decodes all weights for torch's products.
     choice: the tiles of the two products, in place of the table's.
@@ -85,55 +89,152 @@ def decoded(call: Mxfp4Experts) -> Any:
     def whole(weight: Tensor, scales: Tensor, pairs: bool) -> Tensor:
         experts, rows, half = weight.shape
         out = call.x.new_empty((experts, rows, 2 * half))
-        launch(device.decode, (experts * rows // 16, -(-2 * half // (64 * CHUNKS))), {
-            "COLUMNS": 2 * half, "PAIRS": pairs, "BLOCK": CHUNKS, "COMPUTE": computed_in(call.x),
-        }, (*_words(weight, scales), out))  # fmt: skip
+        launch(
+            device.decode,
+            (experts * rows // 16, -(-2 * half // (64 * CHUNKS))),
+            {
+                "COLUMNS": 2 * half,
+                "PAIRS": pairs,
+                "BLOCK": CHUNKS,
+                "COMPUTE": computed_in(call.x),
+            },
+            (*_words(weight, scales), out),
+        )
         return out
 
-    return Decoded.of(call, whole(call.gate_up, call.gate_up_scales, True), whole(call.down, call.down_scales, False))
+    return Decoded.of(
+        call,
+        whole(call.gate_up, call.gate_up_scales, True),
+        whole(call.down, call.down_scales, False),
+    )
 
 
 def _one_token(call: Mxfp4Experts, first: Tile, second: Tile) -> None:
-    x, index, output, computed = call.x, call.top_k_index.contiguous(), call.output, computed_in(call.x)
+    x, index, output, computed = (
+        call.x,
+        call.top_k_index.contiguous(),
+        call.output,
+        computed_in(call.x),
+    )
     (experts, outs, half), k = call.down.shape, index.shape[1]
     inner, act, overlap = 2 * half, x.new_empty((k, 2 * half)), overlaps(output.device)
     numbers, given = activation(call, "silu")
-    launch(device.one_token_up, (-(-inner // (8 * first.tiles * first.warps // first.parts)), k), {
-        "IN": x.shape[1], "WARPS": first.warps, **first.given, **given, "COMPUTE": computed,
-        **overlapped(first.overlap and overlap),
-    }, (
-        x, *_words(call.gate_up, call.gate_up_scales), flat(call.gate_up_bias), index, act, inner, experts, *numbers,
-    ), first.warps)  # fmt: skip
-    launch(device.one_token_down, (-(-outs // (16 * second.tiles)),), {
-        "IN": inner, "K": k, "KP": power(k), **second.given, "COMPUTE": computed,
-        **overlapped(second.overlap and overlap),
-    }, (
-        act, *_words(call.down, call.down_scales), flat(call.down_bias), index, call.top_k_weights.contiguous(), output, outs, experts,
-        output.stride(1),
-    ), power(k) * second.parts)  # fmt: skip
+    launch(
+        device.one_token_up,
+        (-(-inner // (8 * first.tiles * first.warps // first.parts)), k),
+        {
+            "IN": x.shape[1],
+            "WARPS": first.warps,
+            **first.given,
+            **given,
+            "COMPUTE": computed,
+            **overlapped(first.overlap and overlap),
+        },
+        (
+            x,
+            *_words(call.gate_up, call.gate_up_scales),
+            flat(call.gate_up_bias),
+            index,
+            act,
+            inner,
+            experts,
+            *numbers,
+        ),
+        first.warps,
+    )
+    launch(
+        device.one_token_down,
+        (-(-outs // (16 * second.tiles)),),
+        {
+            "IN": inner,
+            "K": k,
+            "KP": power(k),
+            **second.given,
+            "COMPUTE": computed,
+            **overlapped(second.overlap and overlap),
+        },
+        (
+            act,
+            *_words(call.down, call.down_scales),
+            flat(call.down_bias),
+            index,
+            call.top_k_weights.contiguous(),
+            output,
+            outs,
+            experts,
+            output.stride(1),
+        ),
+        power(k) * second.parts,
+    )
 
 
 def _few_tokens(call: Mxfp4Experts, choice: tuple[Tile, Tile], block: int) -> None:
-    x, index, weights, output = call.x, call.top_k_index.contiguous(), call.top_k_weights.contiguous(), call.output
+    x, index, weights, output = (
+        call.x,
+        call.top_k_index.contiguous(),
+        call.top_k_weights.contiguous(),
+        call.output,
+    )
     tokens, (experts, outs, half), k = x.shape[0], call.down.shape, index.shape[1]
-    act, y = x.new_empty((tokens * k, 2 * half)), x.new_empty((tokens * k, outs), dtype=torch.float32)
+    act, y = (
+        x.new_empty((tokens * k, 2 * half)),
+        x.new_empty((tokens * k, outs), dtype=torch.float32),
+    )
     numbers, given = activation(call, "silu")
     overlap = overlaps(output.device)
     programs = min(experts, min(tokens, block) * k)
     for up, tile, source, weight, scales, bias, result in (
         (True, choice[0], x, call.gate_up, call.gate_up_scales, call.gate_up_bias, act),
         (False, choice[1], act, call.down, call.down_scales, call.down_bias, y),
-    ):  # fmt: skip
+    ):
         rows = (8 if up else 16) * tile.tiles * tile.warps // tile.parts
-        launch(device.few_tokens, (-(-result.shape[1] // rows), programs, -(-tokens // block)), {
-            "IN": source.shape[1], "K": k, "KP": power(k), "BLOCK_T": block, "MATES": MATES, "WARPS": tile.warps, **tile.given, "UP": up,
-            **given, "COMPUTE": computed_in(x), **overlapped(tile.overlap and overlap),
-        }, (
-            source, *_words(weight, scales), flat(bias), index, weights, result, tokens, int(programs == experts), result.shape[1], experts,
-            *numbers, source.stride(0),
-        ), tile.warps)  # fmt: skip
-    launch(plain.combine, (tokens, -(-outs // BLOCK)), {
-        "K": k, "KP": power(k), "BLOCK": min(BLOCK, power(outs)), **overlapped(choice[1].overlap and overlap),
-    }, (
-        y, index, output, outs, experts, *output.stride(),
-    ))  # fmt: skip
+        launch(
+            device.few_tokens,
+            (-(-result.shape[1] // rows), programs, -(-tokens // block)),
+            {
+                "IN": source.shape[1],
+                "K": k,
+                "KP": power(k),
+                "BLOCK_T": block,
+                "MATES": MATES,
+                "WARPS": tile.warps,
+                **tile.given,
+                "UP": up,
+                **given,
+                "COMPUTE": computed_in(x),
+                **overlapped(tile.overlap and overlap),
+            },
+            (
+                source,
+                *_words(weight, scales),
+                flat(bias),
+                index,
+                weights,
+                result,
+                tokens,
+                int(programs == experts),
+                result.shape[1],
+                experts,
+                *numbers,
+                source.stride(0),
+            ),
+            tile.warps,
+        )
+    launch(
+        plain.combine,
+        (tokens, -(-outs // BLOCK)),
+        {
+            "K": k,
+            "KP": power(k),
+            "BLOCK": min(BLOCK, power(outs)),
+            **overlapped(choice[1].overlap and overlap),
+        },
+        (
+            y,
+            index,
+            output,
+            outs,
+            experts,
+            *output.stride(),
+        ),
+    )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def route(call: Route) -> None:
-    """One launch. A token's program knows nothing of the others, so that its bits do not follow the batch."""
+    """One launch. A token's program knows nothing of the others, so that its bits do not follow the
+    batch."""
     logits = steady(call.logits) if deterministic(call.policy) else call.logits
     weights, index = call.weights, call.index
     (tokens, count), top_k = logits.shape, index.shape[1]
@@ -23,10 +24,35 @@ def route(call: Route) -> None:
         return
     group, plain = count // call.groups, by_logits(call, call.bias)
     softmax, cancels = call.scoring == "softmax", call.normalize and not call.eps
-    launch(device, (tokens,), {
-        "GROUPS": call.groups, "GROUP": group, "GROUPS_P": power(call.groups), "GROUP_P": power(group), "TOP_GROUPS": call.top_groups,
-        "BEST": call.group_best, "K": top_k, "KP": power(top_k), "SOFTMAX": softmax, "BY_LOGITS": plain, "NORMALIZE": call.normalize,
-        "WHOLE": softmax and not (plain and cancels), "CANCELS": cancels, **overlapped(overlaps(logits.device)),
-    }, (
-        logits, flat(call.bias), weights, index, call.eps, call.scale, *logits.stride(), *weights.stride(), *index.stride(),
-    ), warps=1)  # fmt: skip
+    launch(
+        device,
+        (tokens,),
+        {
+            "GROUPS": call.groups,
+            "GROUP": group,
+            "GROUPS_P": power(call.groups),
+            "GROUP_P": power(group),
+            "TOP_GROUPS": call.top_groups,
+            "BEST": call.group_best,
+            "K": top_k,
+            "KP": power(top_k),
+            "SOFTMAX": softmax,
+            "BY_LOGITS": plain,
+            "NORMALIZE": call.normalize,
+            "WHOLE": softmax and not (plain and cancels),
+            "CANCELS": cancels,
+            **overlapped(overlaps(logits.device)),
+        },
+        (
+            logits,
+            flat(call.bias),
+            weights,
+            index,
+            call.eps,
+            call.scale,
+            *logits.stride(),
+            *weights.stride(),
+            *index.stride(),
+        ),
+        warps=1,
+    )

@@ -1,4 +1,5 @@
-"""The tiles of the ops that move rows. They follow from shapes alone. Plain Python: no triton, no device.
+"""The tiles of the ops that move rows. They follow from shapes alone. Plain Python: no triton, no
+device.
 
 Serving never tunes: `BYTES` and `WARPS` are the committed table.
 """
@@ -15,14 +16,17 @@ WIDEST = 1024
 WAVE = 4
 """Programs a multiprocessor must have before a program takes more rows."""
 BYTES = (2048, 4096, 8192)
-"""Bytes that a program reads: the largest that leaves WAVE programs a multiprocessor, else the first."""
+"""Bytes that a program reads: the largest that leaves WAVE programs a multiprocessor, else the
+first."""
 WARPS = 4
 WHOLE = 256
-"""The most entries of a copy between slots in one launch. Each program reads all of them before it writes."""
+"""The most entries of a copy between slots in one launch. Each program reads all of them before it
+writes."""
 HELD = 16384
 """Bytes that such a program keeps in registers, 32 registers a thread."""
 SCRATCH = 32 << 20
-"""Bytes of scratch of a longer copy, which takes as many layers at once as fit. The L2 cache holds the scratch."""
+"""Bytes of scratch of a longer copy, which takes as many layers at once as fit. The L2 cache holds
+the scratch."""
 
 
 class Tile(NamedTuple):
@@ -34,13 +38,19 @@ class Tile(NamedTuple):
 
 
 def block(columns: int) -> int:
-    """Columns of a program: the widest power of two with at most an eighth of the columns past the row's end, or that of the whole row."""
-    wide = [w for w in (1024, 512, 256, 128, 64) if w <= min(columns, WIDEST) and -columns % w * 8 <= columns]
+    """Columns of a program: the widest power of two with at most an eighth of the columns past the
+    row's end, or that of the whole row."""
+    wide = [
+        w
+        for w in (1024, 512, 256, 128, 64)
+        if w <= min(columns, WIDEST) and -columns % w * 8 <= columns
+    ]
     return wide[0] if wide else min(power(columns), WIDEST)
 
 
 def store_tile(rows: int, columns: Sequence[int], itemsize: int, sms: int) -> Tile:
-    """For `rows` rows of sets of `columns` numbers of `itemsize` bytes, on `sms` multiprocessors."""
+    """For `rows` rows of sets of `columns` numbers of `itemsize` bytes, on `sms`
+    multiprocessors."""
     total = rows * sum(columns) * itemsize
     each = max((b for b in BYTES[1:] if total // b >= WAVE * sms), default=BYTES[0])
     wide = max(map(block, columns))
@@ -48,7 +58,8 @@ def store_tile(rows: int, columns: Sequence[int], itemsize: int, sms: int) -> Ti
 
 
 def copy_tile(entries: int, columns: int, itemsize: int) -> Tile:
-    """For a copy of at most WHOLE entries in one launch: all entries, and as many columns as fit."""
+    """For a copy of at most WHOLE entries in one launch: all entries, and as many columns as
+    fit."""
     rows = power(entries)
     return Tile(rows, min(max(HELD // (rows * itemsize), 16), power(columns)), WARPS)
 
