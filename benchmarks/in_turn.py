@@ -18,6 +18,7 @@ device's work included.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -25,7 +26,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,6 @@ def tokens_of(asked: argparse.Namespace, device: Any) -> tuple[Row, Callable[[st
     import attnops
     import attnops.hf
     from attnops.bench import Point, Setup, models
-    from attnops.hf.cache.names import argument
     from attnops.tune.clock import seconds
 
     setup, point = Setup(device, quick=True, layers=asked.layers), Point(asked.batch, asked.context)
@@ -85,12 +84,13 @@ def tokens_of(asked: argparse.Namespace, device: Any) -> tuple[Row, Callable[[st
     }
     given = {"inputs": prompt, "max_new_tokens": asked.new, "do_sample": False, **ends}
     cache = handle.new_cache(point.batch, asked.context + asked.new + 1)
-    one(prompt, **argument(one, cache))
+    held = {name_of_cache(one): cache}
+    one(prompt, **held)
 
     def step(token: Any) -> Any:
         if setup.on_gpu:
             return handle.step(token, cache)
-        return one(token, **argument(one, cache)).logits
+        return one(token, **held).logits
 
     def steps() -> Any:
         logits = [step(new[:, at : at + 1]) for at in range(asked.new)]
@@ -121,20 +121,27 @@ def tokens_of(asked: argparse.Namespace, device: Any) -> tuple[Row, Callable[[st
     return facts, lambda kind: seconds(runs[kind]) * 1e6 / asked.new
 
 
+def name_of_cache(model: Any) -> str:
+    """The argument of transformers' models for their cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def calls_of(device: Any) -> tuple[Row, Callable[[str], float]]:
     """(the facts of a process without a model, a function that measures a kind of CALLS per
     call)."""
     import torch
 
     import attnops
-    from attnops.bench.exact import oracle
     from attnops.tune.clock import seconds
 
-    call = decode_call(device)
-    want, _ = oracle(call)
-    eager = run_of(call)
-    runs = {"eager call": eager, "compiled call": torch.compile(lambda: eager(), fullgraph=True)}
-    off = max(float((run().double() - want).abs().max()) for run in runs.values())
+    given, options = arguments(device)
+    want = attended(*given[:4])
+
+    def eager() -> Any:
+        return attnops.paged_attention(*given, **options)
+
+    runs = {"eager call": eager, "compiled call": torch.compile(eager, fullgraph=True)}
+    off = max(float((run().float() - want).abs().max()) for run in runs.values())
     facts = {"code": attnops.__file__, "error": round(off, 5), "budget": 0.02}
     command = [sys.executable, __file__, ".", "--first"]
 
@@ -151,38 +158,50 @@ def calls_of(device: Any) -> tuple[Row, Callable[[str], float]]:
     return facts, ask
 
 
-def decode_call(device: Any) -> Any:
+def arguments(device: Any) -> tuple[tuple[Any, ...], Row]:
     """A decode step of a Llama of 8 billion parameters, 8 requests of 1,024 tokens each; pages in
     random order."""
-    from attnops.ops.pages.timed import PAGED
-    from attnops.ops.sweeps import decoding
-    from attnops.testing.pool import Pool
-    from attnops.testing.timed_calls import build
+    import torch
 
-    return build(decoding(PAGED), [1] * 8, [1024] * 8, Pool(device))
-
-
-def run_of(call: Any) -> Callable[[], Any]:
-    """The public function, as a user calls it."""
-    import attnops
-
-    names = ("query", "k_pages", "v_pages", "page_table", "seq_lens", "cu_seqlens_q")
-    return partial(
-        attnops.paged_attention,
-        *(call.arguments[name] for name in names),
-        max_seqlen_q=1,
-        holes=False,
+    some = torch.Generator(device).manual_seed(0)
+    dtype, table = (
+        torch.bfloat16,
+        torch.randperm(512, generator=some, device=device).reshape(8, 64).int(),
     )
+    query = torch.randn(8, 32, 128, generator=some, device=device, dtype=dtype)
+    pages = [
+        torch.randn(512, 16, 8, 128, generator=some, device=device, dtype=dtype) for _ in range(2)
+    ]
+    lengths = torch.full((8,), 1024, dtype=torch.int32, device=device)
+    starts = torch.arange(9, dtype=torch.int32, device=device)
+    return (query, *pages, table, lengths, starts), {"max_seqlen_q": 1, "holes": False}
+
+
+def attended(query: Any, k_pages: Any, v_pages: Any, page_table: Any) -> Any:
+    """What the call must give, float32 `[B, Hq, D]`: torch's own attention over all keys of the
+    pages."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    table = page_table.long()
+    key, value = (
+        pages[table].flatten(1, 2).transpose(1, 2).double() for pages in (k_pages, v_pages)
+    )
+    return scaled_dot_product_attention(query[:, :, None].double(), key, value, enable_gqa=True)[
+        :, :, 0
+    ].to(torch.float32)
 
 
 def first() -> float:
     """Microseconds of the first call in this process, the device's work included."""
     import torch
 
+    import attnops
     from attnops.tune.clock import seconds
 
     torch.set_grad_enabled(False)
-    return seconds(run_of(decode_call("cuda" if torch.cuda.is_available() else "cpu"))) * 1e6
+    given, options = arguments(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return seconds(lambda: attnops.paged_attention(*given, **options)) * 1e6
 
 
 def _say(answer: Any) -> None:
