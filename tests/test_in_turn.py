@@ -44,7 +44,7 @@ def test_a_process_answers_with_its_facts_and_then_with_times(monkeypatch, capsy
 
 
 @torch.no_grad()
-def test_calls_are_compared_with_the_exact_result_and_timed(monkeypatch):
+def test_calls_are_compared_with_torchs_own_attention_and_timed(monkeypatch):
     monkeypatch.setattr(in_turn, "REPEATS", 1)
     facts, ask = in_turn.calls_of(torch.device("cpu"))
     assert 0 < facts["error"] <= facts["budget"]
@@ -52,11 +52,11 @@ def test_calls_are_compared_with_the_exact_result_and_timed(monkeypatch):
 
 
 def test_a_lost_page_is_over_the_bound_of_calls():
-    call = in_turn.decode_call("cpu")
-    table = call.arguments["page_table"].clone()
+    given, _ = in_turn.arguments(torch.device("cpu"))
+    want = in_turn.attended(*given[:4])
+    table = given[3].clone()
     table[2, 5] = table[3, 5]
-    right, lost = (in_turn.run_of(given)() for given in (call, call.with_(page_table=table)))
-    assert (lost - right).abs().max() > 0.02
+    assert (in_turn.attended(*given[:3], table) - want).abs().max() > 0.02
 
 
 class Told:
