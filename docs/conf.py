@@ -45,6 +45,9 @@ nitpicky = True
 nitpick_ignore = {
     ("py:class", "Kept"),
     ("py:class", "Mode"),
+    ("py:class", "Shared"),
+    ("py:class", "Inner"),
+    ("py:class", "fx.GraphModule"),
     ("py:class", "attnops.core.record.Call"),
     ("py:class", "attnops.cache.paged.Pages"),
     ("py:class", "attnops.core.record.Spec"),

@@ -188,7 +188,7 @@ def varlen_attention(
         padded: False promises that there are no padding rows, which saves fa3 a copy of the value
             and a clear of the output. The output is undefined where the promise is broken.
         scale, causal, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk, kernel:
-        as in `attention`, by request.
+            as in `attention`, by request.
 
     Returns:
         output `[T, Hq, Dv]`, the query's dtype (bfloat16 for float8); with return_lse also lse

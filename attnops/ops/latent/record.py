@@ -268,9 +268,8 @@ def mla_attention(
         window_left: keys further back than this are not seen; -1: unbounded, and so is 2**30 or
             more.
         q_scale, kv_scale: float32 `[1]`, factors on the stored query and the stored latents.
-        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, causal, softcap, mask, sinks, plan,
-        workspace, holes, kernel: as in
-            `paged_attention`.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q, causal: as in `paged_attention`.
+        softcap, mask, sinks, plan, workspace, holes, kernel: as in `paged_attention`.
         output: `[T, H, Dc]` to write into, of the query's dtype, or any float dtype for a quantised
             query; allocated when None (bfloat16 for a quantised query). lse: float32 `[T, H]`,
             natural log, to write into, or None.

@@ -146,7 +146,7 @@ def paged_attention(
             speculative verify.
         causal: query i of n of a request with L keys sees keys up to L - n + i.
         scale, window, softcap, sinks, q_scale, k_scale, v_scale, attention_chunk: as in
-        `attention`.
+            `attention`.
         padded: False promises `cu_seqlens_q[B] == T`, which saves fa3 a clear of the output. The
             output is undefined where it is broken.
         holes: False promises that every entry within a request's length is a page of the pool, and

@@ -88,10 +88,9 @@ def vertical_slash_indexes(
 
     Returns:
         (block_count `[B, H, R]`, block_offset `[B, H, R, S]`, column_count `[B, H, R]`,
-        column_index `[B, H, R, V]`), int32, with
-        R = ceil(max_seqlen_q / 64). block_offset: the first key of each block of 64; both lists
-            ascend, and are 0 past the counts. Rows
-        without queries have counts of 0. Blocks that begin at or past k_len are left out.
+        column_index `[B, H, R, V]`), int32, with R = ceil(max_seqlen_q / 64). block_offset: the
+        first key of each block of 64; both lists ascend, and are 0 past the counts. Rows without
+        queries have counts of 0. Blocks that begin at or past k_len are left out.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract. UnknownKernel,
@@ -178,9 +177,9 @@ def vertical_slash_attention(
     section 3.2.
 
     Args:
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, padded,
-        kernel: as in
-            `attnops.varlen_attention`; no request has more queries than keys.
+        query, key, value, cu_seqlens_q, cu_seqlens_k: as in `attnops.varlen_attention`; no request
+            has more queries than keys.
+        max_seqlen_q, max_seqlen_k, scale, padded, kernel: as in `attnops.varlen_attention`.
         indexes: the result of `vertical_slash_indexes` for these lengths: block_count,
             block_offset, column_count, column_index. Within a row, offsets ascend by at least 64,
             columns are distinct, begin before k_len and are in none of its blocks.
