@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from attnops.core.kernel import Invariant, Kernel, Need, demand, deterministic, device, register
-from attnops.core.problem import Problem, Target
+from attnops.core.problem import Problem, Refusal, Target
 from attnops.core.tensors import LEAST, Rules, compact, in_range, lengths_of, near, no_lse, rows_of
 from attnops.kernels.shared.parts import FEW_HEADS, in_turns
-from attnops.kernels.torch.flex_tiles import BLOCK, fitting, tile
+from attnops.kernels.torch.flex_tiles import BLOCK, shared_bytes, shared_limit, tile
 from attnops.measured import Roofline
 
 if TYPE_CHECKING:
@@ -403,6 +403,24 @@ PACKED = Roofline(105.0, 0.079, 0.059, 0.002, 2000)
 def _cost_us(p: Problem) -> float:
     # On a CPU it runs uncompiled and trails the reference.
     return 1e6 if p.target.device == "cpu" else (DENSE if p.op == "attention" else PACKED)(p)
+
+
+def fitting(p: Problem) -> Refusal | None:
+    """The smallest tile fits the shared memory of a program."""
+    if p.target.device != "cuda":
+        return None
+    sizes = (p.head_dim, p.v_head_dim, p.dtype.itemsize, p.target.arch)
+    masked = p.rules.mask != "none"
+    needed, limit = (
+        shared_bytes(tile(*sizes, masked, 1), *sizes, masked),
+        shared_limit(p.target.arch),
+    )
+    want = f"a tile within {limit} bytes of shared memory (takes {needed})"
+    return (
+        Refusal("head_dim, v_head_dim", (p.head_dim, p.v_head_dim), want)
+        if needed > limit
+        else None
+    )
 
 
 TAKES = frozenset(

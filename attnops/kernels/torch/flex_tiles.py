@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnops.core.problem import Problem, Refusal
 from attnops.kernels.shared.sizes import padded
 
 BLOCK = 128
@@ -87,21 +86,3 @@ def shared_limit(arch: int) -> int:
     if arch < 80:
         return 64 * 1024
     return (227 if arch in WARP_GROUPS else 163 if arch in (80, 87) else 99) * 1024
-
-
-def fitting(p: Problem) -> Refusal | None:
-    """The smallest tile fits the shared memory of a program."""
-    if p.target.device != "cuda":
-        return None
-    sizes = (p.head_dim, p.v_head_dim, p.dtype.itemsize, p.target.arch)
-    masked = p.rules.mask != "none"
-    needed, limit = (
-        shared_bytes(tile(*sizes, masked, 1), *sizes, masked),
-        shared_limit(p.target.arch),
-    )
-    want = f"a tile within {limit} bytes of shared memory (takes {needed})"
-    return (
-        Refusal("head_dim, v_head_dim", (p.head_dim, p.v_head_dim), want)
-        if needed > limit
-        else None
-    )
