@@ -53,6 +53,12 @@ def docstring(name: str) -> str:
     return ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text())) or ""
 
 
+def summary(name: str) -> str:
+    """The first paragraph of an example's docstring, on one line."""
+    first = docstring(name).split("\n\n")[0]
+    return " ".join(first.split())
+
+
 def command(name: str) -> str:
     """The first command in the docstring of an example."""
     [line, *_] = re.findall(r"^python examples/.*", docstring(name), re.M)
@@ -72,7 +78,7 @@ def run(name: str) -> str:
 
 def page(printed: dict[str, str]) -> str:
     """The page, given what each example prints."""
-    rows = [f"| [{name}.py]({name}.py) | {docstring(name).splitlines()[0]} |" for name in ORDER]
+    rows = [f"| [{name}.py]({name}.py) | {summary(name)} |" for name in ORDER]
     rows.append(
         "| [own_kernel_package](own_kernel_package) | A kernel in a package that pip installs, "
         "with its test. |"
