@@ -154,8 +154,8 @@ def split(gm: fx.GraphModule, eager: Collection[str] = ()) -> Split:
     for node, cut in cuts.items():
         by_part = listed[f"submod_{where[node]}"]
         # Sizes, and assertions about them, belong to the call that makes them.
-        makes = isinstance(cut, str) or cut.why != DATA or isinstance(value_of(node), Tensor)
-        if makes or not by_part:
+        is_call = isinstance(cut, str) or cut.why != DATA or isinstance(value_of(node), Tensor)
+        if is_call or not by_part:
             by_part.append(cut)
     calls = whole.graph.find_nodes(op="call_module")
     parts = (_part(node.target, getattr(whole, node.target), listed[node.target]) for node in calls)

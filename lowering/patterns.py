@@ -28,7 +28,9 @@ and "first" and "second" are the halves of a tensor along it.
 
 _SQUARES: tuple[Pattern, ...] = ("pow", "x", 2), ("square", "x"), ("mul", "x", "x")
 _MEANS: tuple[Pattern, ...] = tuple(("add", ("mean", square), "eps") for square in _SQUARES)
-_ROOTS = (root for mean in _MEANS for root in (("rsqrt", mean), ("pow", mean, -0.5)))
+_ROOTS: tuple[Pattern, ...] = tuple(
+    root for mean in _MEANS for root in (("rsqrt", mean), ("pow", mean, -0.5))
+)
 NORMS = [("cast", ("mul", "gain", ("cast", ("mul", "x", root)))) for root in _ROOTS]
 
 

@@ -416,6 +416,8 @@ def within(version: str, at_least: str, below: str) -> bool:
     given, least, bound = parse(version), parse(at_least), parse(below)
     if given is None:
         return not at_least and not below
+    if at_least and least is None:
+        return False
     if bound is None or given >= bound:
         return not below and (least is None or given >= least)
     # A pre-release of 1.0 is not below 1.0, though it came before it; below 1.0.post1 it is.

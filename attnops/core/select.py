@@ -233,11 +233,12 @@ def select_by(
     if (kept := _DECISIONS.get(key)) is not None:
         return kept
     decision = _decide(problem, policy, table, brief)
-    if any(isinstance(reason, Failed) for reason in chain(*decision.refused.values())):
-        return decision
-    if decision.kernel is None and problem.step.repeatable == "warn":
+    warns = decision.kernel is None and problem.step.repeatable == "warn"
+    if warns and not _has_failed(decision):
         anyhow = select_by(table, altered(problem, repeatable="no"), policy, brief)
         decision = replace(anyhow, problem=problem)
+    if _has_failed(decision):
+        return decision
     if len(_DECISIONS) >= MOST:
         _DECISIONS.clear()
     _DECISIONS[key] = decision
@@ -280,6 +281,11 @@ def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
 _DECISIONS: dict[tuple[Any, ...], Decision] = {}
 MOST = 8192
 """Decisions that are kept."""
+
+
+def _has_failed(decision: Decision) -> bool:
+    """Did a kernel fail to answer? The cause may pass, so such a decision is not kept."""
+    return any(isinstance(reason, Failed) for reason in chain(*decision.refused.values()))
 
 
 def _decide(problem: Problem, policy: Policy, table: Table | None, brief: bool) -> Decision:

@@ -36,8 +36,8 @@ def surely(condition: Any) -> bool:
 
 
 class Rules(NamedTuple):
-    """The scale of a call's logits, and the rules of which key a query sees. Those at their
-    defaults are off."""
+    """The scale of a call's logits, and the rules that say which keys a query sees. A rule at its
+    default is off."""
 
     scale: float
     causal: bool = False
@@ -104,8 +104,10 @@ def dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 def visible(
     queries: int, keys: int, offset: Tensor, start: Tensor | None, end: Tensor | None, rules: Rules
 ) -> Tensor | None:
-    """bool `[B or 1, S, K]` of which key each query sees, or None when all see all. offset, start,
-    end: `[B or 1]`."""
+    """Does a query see a key? bool `[B or 1, S, K]`, or None when every query sees every key.
+
+    offset, start, end: `[B or 1]`.
+    """
     if not (
         rules.causal
         or rules.left >= 0
@@ -172,8 +174,10 @@ def result_dtype(query: Tensor, q_scale: Tensor | None) -> torch.dtype:
 
 
 def wide_query(query: Tensor, q_scale: Tensor | None) -> Tensor:
-    """`[..., Hq, D]` in the accumulation dtype, times its scale `[1]` or `[Hkv]`, of which each
-    serves a group of heads."""
+    """The query `[..., Hq, D]` in the accumulation dtype, times its scale.
+
+    q_scale: `[1]`, or `[Hkv]` with one number for each group of query heads.
+    """
     if q_scale is None:
         return wide(query)
     return dequantise(

@@ -10,7 +10,6 @@ from attnops.measured.cost import (
     Sizes as Sizes,
     Work as Work,
     copy_us as copy_us,
-    logits_us as logits_us,
     phases as phases,
     sizes_of as sizes_of,
     token_writes_us as token_writes_us,

@@ -196,20 +196,6 @@ def multiply_us(p: Problem, moved: float, flops: float) -> float:
     return hypot(moved / rates.bandwidth, flops / rates.matmul) / 1e6
 
 
-def logits_us(
-    launch_us: float, us_a_logit: float, besides: Callable[[Problem], float], p: Problem
-) -> float:
-    """A launch, the logits written out and read again, and what the call costs besides."""
-    return (
-        launch_us
-        + besides(p)
-        + max(p.q_heads, 1)
-        * max(p.sizes.tokens.hint, 1)
-        * max(p.sizes.context.hint, 1)
-        * us_a_logit
-    )
-
-
 def token_writes_us(launch_us: float, numbers_a_us: float, p: Problem) -> float:
     """A launch, and the keys and values, or the latents, of the new tokens."""
     numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)

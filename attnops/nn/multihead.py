@@ -278,12 +278,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             masks.append(_mask_like("key_padding_mask", padding, (batch, keys))[:, None, None])
         if attn is not None:
             by_head = isinstance(attn, Tensor) and attn.dim() == 3
-            attn = _mask_like(
-                "attn_mask", attn, (*(batch * self.num_heads,) * by_head, queries, keys)
-            )
-            masks.append(
-                attn.unflatten(0, (batch, self.num_heads)) if by_head else attn[None, None]
-            )
+            heads = (batch * self.num_heads,) if by_head else ()
+            attn = _mask_like("attn_mask", attn, (*heads, queries, keys))
+            every = attn.unflatten(0, (batch, self.num_heads)) if by_head else attn[None, None]
+            masks.append(every)
         if not masks:
             return None
         if all(mask.dtype == torch.bool for mask in masks):

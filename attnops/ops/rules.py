@@ -81,8 +81,9 @@ CAUSAL = (Fact("causal", unless=_one_query),)
 WINDOW_LEFT = (Fact("window", part=0, refused="windowed"),)
 WINDOW_RIGHT = (Fact("window", part=1, refused="windowed", unless=_is_causal),)
 SOFTCAP = (Fact("softcap", _is_on),)
-LEFT = arg(default=-1, least=-1, most=FURTHEST, facts=WINDOW_LEFT)
-LEFT_OF_ANY_KERNEL = replace(LEFT, always=True)
+_SIDE = arg(default=-1, least=-1, most=FURTHEST)
+LEFT, RIGHT = replace(_SIDE, facts=WINDOW_LEFT), replace(_SIDE, facts=WINDOW_RIGHT)
+LEFT_OF_ANY_KERNEL, RIGHT_OF_ANY_KERNEL = replace(LEFT, always=True), replace(RIGHT, always=True)
 CAP = arg(default=0.0, least=0, most=SOFTEST, facts=SOFTCAP)
 MASK_FACTS = (Fact("mask", _mask),)
 MASK_OF_PAGES = arg("T, >= max_pages * page", MASK, default=None, facts=MASK_FACTS)
@@ -160,7 +161,7 @@ class Visible(Call):
     scale: float = arg(holds="scale_of_logits")
     causal: bool = arg(default=False, facts=CAUSAL)
     window_left: int = LEFT
-    window_right: int = replace(LEFT, facts=WINDOW_RIGHT)
+    window_right: int = RIGHT
     softcap: float = CAP
     attention_chunk: int = arg(default=0, least=0, most=FURTHEST, facts=(Fact("attention_chunk"),))
 

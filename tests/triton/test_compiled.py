@@ -3,8 +3,12 @@ with which arguments."""
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnops.kernels.shared.launch import compiled
 
@@ -41,7 +45,7 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(compiled, "JITFunction", Kernel)
     monkeypatch.setattr(compiled, "CompiledKernel", Compiled)
-    monkeypatch.setattr(compiled, "_KEPT", {})
+    monkeypatch.setattr(compiled, "_ENTRIES", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return Kernel()
 
@@ -111,8 +115,67 @@ def test_another_device_has_its_own(kernel, monkeypatch):
     assert len(kernel.searched) == 2
 
 
-def test_as_many_as_the_limit_are_kept(kernel, monkeypatch):
+def test_as_many_as_the_limit_are_kept_and_the_newest_stay(kernel, monkeypatch):
     monkeypatch.setattr(compiled, "MOST", 2)
-    for size in (2, 3, 4):
+    for size in (2, 3, 4, 4, 3):
         launch(kernel, size=size)
-    assert len(compiled._KEPT) == 1
+    assert len(compiled._ENTRIES) == 2 and len(kernel.searched) == 3
+
+
+def test_a_parameter_is_compared_as_its_memory_is(kernel):
+    weight = torch.nn.Parameter(MEMORY, requires_grad=False)
+    launch(kernel, weight)
+    launch(kernel, torch.nn.Parameter(torch.ones(64)))
+    assert len(kernel.searched) == 1
+    weight.data = MEMORY[1:]
+    launch(kernel, weight)
+    weight.data = MEMORY.half()
+    launch(kernel, weight)
+    assert len(kernel.searched) == 3
+
+
+def test_a_subclass_of_tensor_is_searched_for_and_not_held(kernel):
+    class Weight(torch.nn.Parameter):
+        pass
+
+    weight = Weight(torch.zeros(64), requires_grad=False)
+    for _ in range(2):
+        launch(kernel, weight)
+    alive = weakref.ref(weight)
+    del weight
+    assert len(kernel.searched) == 2 and not compiled._ENTRIES and alive() is None
+
+
+def test_descriptors_differ_by_block_and_dtype(kernel):
+    def describe(memory, *block):
+        return TensorDescriptor(memory, [8, 8], [8, 1], [*block])
+
+    square, half = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.float16)
+    for x in (describe(square, 4, 4), describe(torch.ones(8, 8), 4, 4)):
+        launch(kernel, x)
+    assert len(kernel.searched) == 1
+    launch(kernel, describe(square, 8, 4))
+    launch(kernel, describe(half, 4, 4))
+    assert len(kernel.searched) == 3
+
+
+@pytest.mark.parametrize(
+    "of, name, value",
+    [
+        ("runtime", "debug", True),
+        ("compilation", "instrumentation_mode", "profiled"),
+        ("runtime", "add_stages_inspection_hook", print),
+    ],
+)
+def test_what_triton_is_told_later_reaches_every_launch(kernel, monkeypatch, of, name, value):
+    launch(kernel)
+    monkeypatch.setattr(getattr(knobs, of), name, value)
+    launch(kernel)
+    assert len(kernel.searched) == 2
+
+
+def test_a_kernel_of_one_argument_is_searched_for(kernel):
+    kernel.arg_names = ("x",)
+    for _ in range(2):
+        compiled.launch_compiled(kernel, (1,), (MEMORY,), {})
+    assert len(kernel.searched) == 2

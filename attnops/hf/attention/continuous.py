@@ -28,7 +28,7 @@ PREFIX = "paged|"
 _ASKS = ("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "sinks")
 """What layers ask for, by the names of their arguments."""
 
-# Of the step as a whole, or of which tokens' logits are wanted, are the last two.
+# The last two say which tokens' logits are wanted, and what is done with them.
 _KNOWN = (*_ASKS, "logits_indices", "logits_processor_args")
 
 Continuous = Callable[..., tuple[Tensor, None]]

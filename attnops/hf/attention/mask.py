@@ -28,8 +28,9 @@ fastest gradients do not take.
 
 Outputs of padding are finite, and differ from eager's: a query that sees no key gives 0 (in eager:
 the mean of all values), and in a descriptor a padded query may see padded keys: with right padding,
-and on either side among packed requests. Only generate() from a right-padded prompt, of which
-transformers itself warns, and a loss whose label is the first token after left padding read them.
+and on either side among packed requests. Two callers read such outputs: generate() from a
+right-padded prompt, which transformers itself warns of, and a loss whose label is the first token
+after left padding.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _why_no_keys(owner: Any, found: Match, sites: Sequence[Site]) -> Iterator[st
 
 
 def _first(sites: Iterable[Site], holds: Callable[[Site], object]) -> str:
-    """The class of the first module of which this holds; "" without."""
+    """The class of the first module that this holds for; "" if there is none."""
     return next((type(site.module).__name__ for site in sites if holds(site)), "")
 
 

@@ -241,8 +241,8 @@ def sites(model: nn.Module) -> Iterator[Site]:
 
 
 def _against(module: Any) -> str:
-    """Why a module that asks the interface is left as it is, but for its activation; "" if it is
-    not."""
+    """Why a module that asks the interface keeps transformers' own code, whatever its activation;
+    "" if nothing speaks against it."""
     stock, weights = (
         getattr(module.config, SWITCH, None),
         [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")],

@@ -83,6 +83,9 @@ def turns_of(call: Any, name: str, at_once: int) -> Iterator[tuple[Rows, Any]]:
     """Rows and call of every part with at most `at_once` of the rows that the layouts call
     `name`."""
     size = sizes_of(call)[name]
+    if 0 < size <= at_once:
+        yield {name: slice(0, size)}, call
+        return
     for first in range(0, size, at_once):
         rows = {name: slice(first, min(first + at_once, size))}
         yield rows, changed(call, **tensors_of(call, rows))

@@ -58,6 +58,7 @@ def register_by_token(
     takes: frozenset[str],
     dtypes: tuple[torch.dtype, ...],
     cost_us: Callable[[Problem], float],
+    about: str = "plain torch, float32 accumulation",
 ) -> None:
     """Register `reference` of an op whose tokens do not know of each other.
 
@@ -73,7 +74,7 @@ def register_by_token(
             cost_us=lambda p: 1000.0 + 10.0 * cost_us(p),
             judge=True,
             invariant=Invariant((device("cpu"),)),
-            about="plain torch, float32 accumulation",
+            about=about,
         )
     )
 

@@ -33,4 +33,4 @@ register(
         about="torch's own sorts; the compiler fuses the rest",
     )
 )
-register_by_token("route", by_token(reference), TAKES, FLOATS, cost_us)
+register_by_token("route", by_token(reference), TAKES, FLOATS, cost_us, "plain torch, float32")

@@ -231,6 +231,7 @@ MERGES_OF_MANY: Rows = {
     n: ((tokens, 3, *heads), *more) for n, ((tokens, *heads), *more) in MERGES.items()
 } | {
     "one_part": ((4, 1, 2, 8), F32, 0.3),
+    "two_parts": ((9, 2, 4, 64), F16, 0.2),
     "float64_6_parts": ((5, 6, 4, 16), F64, 0.2),
     "one": ((1, 1, 1, 1), F32),
     "bfloat16_more_parts_than_tokens": ((3, 37, 4, 128), BF16, 0.3),

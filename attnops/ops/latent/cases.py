@@ -131,6 +131,7 @@ DECODE: Rows = {
             "sinks": deepseek(sinks=BF16, lse=True),
         },
     ),
+    "sinks_fewer_keys": ((1, 3), (70, 2), 64, deepseek(sinks=BF16, lse=True)),
     "float8_both": (
         (1, 1, 1),
         (70, 3, 200),

@@ -8,7 +8,6 @@ attention over latents. An op `plan_X` has a record; a kind of call holds what t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,8 +93,8 @@ class HostPlan(rules.Paged):
     workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
 
 
-KEYWORDS = """num_tokens max_seqlen_q q_heads kv_heads head_dim v_head_dim page_size dtype kv_dtype causal window_left window_right softcap
-    sinks num_pages plan workspace"""  # noqa: E501
+KEYWORDS = """num_tokens max_seqlen_q q_heads kv_heads head_dim v_head_dim page_size dtype kv_dtype
+    causal window_left window_right softcap sinks num_pages plan workspace"""
 
 
 @record("plan_paged_attention", rules=_paged_rules, facts=_facts, problem=SIZES, keywords=KEYWORDS)
@@ -105,7 +104,7 @@ class PlanPagedAttention(HostPlan):
     _: KW_ONLY
     kv_heads: int = arg(least=1)
     window_left: int = rules.LEFT_OF_ANY_KERNEL
-    window_right: int = replace(rules.LEFT_OF_ANY_KERNEL, facts=rules.WINDOW_RIGHT)
+    window_right: int = rules.RIGHT_OF_ANY_KERNEL
     softcap: bool = arg(default=False, always=True, facts=rules.SOFTCAP)
     sinks: bool = arg(default=False, always=True, facts=rules.SINKS)
 

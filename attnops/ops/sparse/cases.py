@@ -111,12 +111,12 @@ SPARSE: Rows = {
 # The head dims of DeepSeek, twice: bfloat16 and packed latents.
 lse, POOL = partial(replace, LSE), (128, (4, 64))
 GPU_SPARSE: Rows = {
+    "apart": ((128, 64), *POOL, deepseek(q_heads=64)),
+    "heads_16": ((128, 64), *POOL, DEEPSEEK),
+    "heads_80": ((70,), *POOL, lse(q_heads=80)),
     **at(
         ((100, 5), *POOL),
         {
-            "apart": deepseek(q_heads=64),
-            "heads_16": DEEPSEEK,
-            "heads_80": lse(q_heads=80),
             "heads_1": lse(q_heads=1, sinks=BF16),
             "sinks": deepseek(sinks=F32),
             "sinks_bfloat16": lse(sinks=BF16, q_heads=128),

@@ -1,19 +1,21 @@
 """Launches of kernels that Triton has compiled, past its search for them. Importing this module
 imports triton.
 
-Triton finds the compiled kernel of a launch by names, types and values of all arguments, in Python,
-for every launch. A decode step launches the same kernels with the same numbers again and again, so
-that a host that runs ahead of no GPU waits for that search.
+Triton looks up the compiled kernel in Python at every launch. A decode step repeats the launches of
+the step before, and an eager one keeps the GPU waiting for that lookup.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor, nn
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -35,47 +37,62 @@ def _descriptor(x: TensorDescriptor) -> Values:
     return x.base.dtype, *x.block_shape
 
 
-_KINDS: dict[type, Callable[[Any], Values]] = {
+_SHOWN: dict[type, Callable[[Any], Values]] = {
     Tensor: _tensor,
     nn.Parameter: _tensor,
     TensorDescriptor: _descriptor,
 }
-"""By type: what Triton may compile another kernel for. Each number is a kind of its own, which is
-finer than Triton's kinds."""
-_KEPT: dict[Values, tuple[Any, Callable[[Values], Values]]] = {}
-"""By kind: the compiled kernel, and what puts values into the order of its arguments."""
+"""By type: what Triton may compile another kernel for. A number is its own kind, which is finer
+than Triton's kinds."""
+_COMPARED = frozenset({*_SHOWN, int, float, bool, str, type(None), tl.dtype})
+"""Arguments of other types, such as a subclass of Tensor, are left to Triton's lookup."""
+_ENTRIES: dict[Values, tuple[Any, Callable[[Values], Values]]] = {}
+"""By kind of launch: the compiled kernel, and what reorders values as its arguments."""
+_ADDING = threading.Lock()
 
 
 def launch_compiled(
-    kernel: Any, grid: tuple[int, ...], args: Values, given: dict[str, Any]
+    kernel: Any, grid: tuple[int, ...], args: Values, keywords: dict[str, Any]
 ) -> None:
-    """`kernel[grid](*args, **given)`, straight to the compiled kernel if a launch of this kind was
-    made before.
+    """`kernel[grid](*args, **keywords)`, straight to the compiled kernel if a launch of this kind
+    was made before.
 
-    args: the first arguments; given: the others by name, with Triton's options.
+    args: the first arguments. keywords: the others by name, with Triton's options.
     """
-    if (
-        type(kernel) is not JITFunction or kernel.pre_run_hooks
-    ):  # Triton's interpreter, or a profiler
-        kernel[grid](*args, **given)
+    values = (*args, *keywords.values())
+    types = tuple(map(type, values))
+    if not (_COMPARED.issuperset(types) and _is_plain(kernel)):
+        kernel[grid](*args, **keywords)
         return
-    values = (*args, *given.values())
-    kinds = [_KINDS[type(x)](x) if type(x) in _KINDS else x for x in values]
-    key = (id(kernel), torch.cuda.current_device(), tuple(given), tuple(map(type, values)), *kinds)
-    kept = _KEPT.get(key)
-    if kept is None:
-        _remember(key, kernel, len(args), given, kernel[grid](*args, **given))
+    shown = [_SHOWN[type(x)](x) if type(x) in _SHOWN else x for x in values]
+    kind = (id(kernel), torch.cuda.current_device(), tuple(keywords), types, *shown)
+    entry = _ENTRIES.get(kind)
+    if entry is None:
+        names = (*kernel.arg_names[: len(args)], *keywords)
+        _add(kind, kernel, names, kernel[grid](*args, **keywords))
         return
-    compiled, ordered = kept
-    compiled[(*grid, 1, 1)[:3]](*ordered(values))
+    compiled, reordered = entry
+    compiled[(*grid, 1, 1)[:3]](*reordered(values))
 
 
-def _remember(key: Values, kernel: Any, first: int, given: dict[str, Any], compiled: Any) -> None:
-    places = {name: i for i, name in enumerate((*kernel.arg_names[:first], *given))}
-    if not isinstance(compiled, CompiledKernel) or not places.keys() >= {
-        *kernel.arg_names
-    }:  # an argument is at its default
+def _is_plain(kernel: Any) -> bool:
+    """Would Triton's lookup find what it found before? Not in its interpreter, nor under a debugger
+    or a profiler."""
+    if type(kernel) is not JITFunction or kernel.pre_run_hooks or knobs.runtime.debug:
+        return False
+    instrumented = knobs.compilation.instrumentation_mode
+    return not (instrumented or knobs.runtime.add_stages_inspection_hook)
+
+
+def _add(kind: Values, kernel: Any, names: tuple[str, ...], compiled: Any) -> None:
+    """Keep a compiled kernel. names: of the values of its launch, in their order."""
+    positions = {name: i for i, name in enumerate(names)}
+    # A kernel of one argument would be handed that and no tuple.
+    complete = len(kernel.arg_names) > 1 and positions.keys() >= {*kernel.arg_names}
+    if not complete or not isinstance(compiled, CompiledKernel):
         return
-    if len(_KEPT) >= MOST:
-        _KEPT.clear()
-    _KEPT[key] = compiled, itemgetter(*(places[name] for name in kernel.arg_names))
+    reordered = itemgetter(*(positions[name] for name in kernel.arg_names))
+    with _ADDING:
+        if len(_ENTRIES) >= MOST:
+            del _ENTRIES[next(iter(_ENTRIES))]
+        _ENTRIES[kind] = compiled, reordered

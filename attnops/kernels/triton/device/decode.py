@@ -67,7 +67,7 @@ def finish(acc, top, total, head, real, dims, sinks_ptr, out_ptr, out_h, out_d, 
     if sinks_ptr is not None:
         factor, z = with_sink(factor, z, floats(sinks_ptr + head, real) * LOG2E)
     at = out_ptr + (head.to(tl.int64) * out_h)[:, None] + dims.to(tl.int64)[None, :] * out_d
-    tl.store(at, (acc * factor[:, None]), mask=real[:, None] & (dims < D)[None, :])
+    tl.store(at, acc * factor[:, None], mask=real[:, None] & (dims < D)[None, :])
 
 
 @triton.jit

@@ -101,7 +101,7 @@ def combine(
     token = (begin + i).to(tl.int64)
     head = head.to(tl.int64)
     out_at = out_ptr + token * out_t + head * out_h + dims.to(tl.int64) * out_d
-    tl.store(out_at, (acc * factor), mask=inside)
+    tl.store(out_at, acc * factor, mask=inside)
     if lse_ptr is not None:
         if at % DV_TILES == 0:
             tl.store(lse_ptr + token * lse_t + head * lse_h, z * LN2)
@@ -205,5 +205,5 @@ def merge_all(
         za_at += za_n
     factor, _ = closed(top, total)
     out_at = out_ptr + row.to(tl.int64)[:, None] * D + dims[None, :]
-    tl.store(out_at, (acc * factor[:, None]), mask=real[:, None] & inside)
+    tl.store(out_at, acc * factor[:, None], mask=real[:, None] & inside)
     tl.store(z_ptr + row, finite(top) + tl.log2(total) * LN2, mask=real)

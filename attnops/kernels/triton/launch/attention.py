@@ -248,7 +248,7 @@ def _attend(
         **mask,
         # The first token of a dense request has the offset of as many queries for each request
         # before it.
-        "mask_b": b - batch.queries * t if call.spec.op == "attention" else b,
+        "mask_b": b - batch.queries * t if call.mask is not None and call.mask.dim() == 4 else b,
         "mask_h": h,
         "mask_t": t,
         "mask_n": n,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnops.core.kernel import deterministic
 from attnops.kernels.shared.experts import experts as composed
@@ -23,7 +24,7 @@ from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.device import experts as device
 from attnops.kernels.triton.launch import experts_tiles as tiles
 from attnops.kernels.triton.launch.experts_tiles import Shape, Tile
-from attnops.kernels.triton.launch.linear import ALIGNED, descriptors
+from attnops.kernels.triton.launch.linear import ALIGNED
 
 if TYPE_CHECKING:
     from attnops.ops.experts.mxfp4 import Mxfp4Experts
@@ -53,9 +54,6 @@ def experts(call: Experts, choice: tuple[Tile, Tile] | None = None) -> None:
         _one_token(call, choice)
     else:
         block = tiles.MOST_TOKENS if fixed else tiles.block_of(tokens)
-        if tokens <= block:
-            _few_tokens(call, choice, block)
-            return
         for _, part in turns_of(call, "T", GRID * block):
             _few_tokens(part, choice, block)
 
@@ -223,8 +221,7 @@ def _describable(weight: Tensor) -> bool:
     strides = [n * weight.dtype.itemsize for n in weight.stride() if n != 1]
     along_one = 1 in weight.stride()[1:] and len(strides) == 2
     return (
-        descriptors()
-        and along_one
+        along_one
         and address(weight) % ALIGNED == 0
         and all(n % ALIGNED == 0 and n > 0 for n in strides)
     )
@@ -233,8 +230,6 @@ def _describable(weight: Tensor) -> bool:
 def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:
     """Made anew for every launch, from the address that the weight has now; a captured launch holds
     its own copy, as it holds addresses."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     memory = weight.transpose(1, 2) if along else weight
     block = (tile.columns, tile.rows) if along else (tile.rows, tile.columns)
     return TensorDescriptor(memory, [*memory.shape], [*memory.stride()], [1, *block])

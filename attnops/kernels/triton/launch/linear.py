@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnops.core.kernel import deterministic
 from attnops.kernels.shared.launch.gpu import (
@@ -91,20 +90,12 @@ def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
     )
 
 
-@functools.cache
-def descriptors() -> bool:
-    """Has this Triton descriptors that are made on the host?"""
-    return find_spec("triton.tools.tensor_descriptor") is not None
-
-
 def _describable(weight: Tensor) -> bool:
     row = weight.stride(0) * weight.dtype.itemsize
-    return descriptors() and address(weight) % ALIGNED == 0 and row % ALIGNED == 0 and row > 0
+    return address(weight) % ALIGNED == 0 and row % ALIGNED == 0 and row > 0
 
 
 def _descriptor(weight: Tensor, rows: int, columns: int) -> Any:
     """Made anew for every launch, from the address that the weight has now; a captured launch holds
     its own copy, as it holds addresses."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     return TensorDescriptor(weight, [*weight.shape], [*weight.stride()], [rows, columns])
