@@ -53,9 +53,10 @@ def drawn(
     lengths: Sequence[int],
     op: str = "",
     least: int = 0,
+    fewest: int = 1,
 ) -> Call:
     """A call with these rules. op: which of the two; "": any. least: tokens that some request has
-    at least, of queries and of keys."""
+    at least, of queries and of keys. fewest: requests of a dense call."""
     lse_grad = draw.random() < 0.2
     if op == OPS[1] or (not op and draw.random() < 0.5):
         pairs = [(draw.choice(lengths), draw.choice(lengths)) for _ in range(draw.randint(0, 4))]
@@ -69,7 +70,7 @@ def drawn(
             lse_grad=lse_grad,
         )
     batch, queries, keys = (
-        draw.randint(1, 3),
+        draw.randint(fewest, 3),
         least + draw.choice(lengths),
         least + draw.choice(lengths),
     )

@@ -66,6 +66,28 @@ def test_as_its_parts_one_by_one(interleaved):
         )
 
 
+def test_a_shared_prefix():
+    """A cascade of its two parts gives what the whole tables give."""
+    module, outs = layer(), {}
+    for share in (False, True):
+        torch.manual_seed(1)
+        cache = cache_for()
+        first = cache.alloc()
+        module(
+            torch.randn(9, E),
+            batch=cache.batch([first], 9),
+            latent_pages=cache.latent_pages[0],
+            float8_scales=SCALES,
+        )
+        ids = [first, cache.fork(first), cache.fork(first)]
+        batch = cache.batch(ids, (1, 2, 1), share=share)
+        assert (batch.shared is not None) == share
+        outs[share] = module(
+            torch.randn(4, E), batch=batch, latent_pages=cache.latent_pages[0], float8_scales=SCALES
+        )
+    torch.testing.assert_close(outs[True], outs[False], rtol=1e-5, atol=1e-5)
+
+
 def test_explain_shows_the_form():
     cache = cache_for()
     ids = [cache.alloc(), cache.alloc()]

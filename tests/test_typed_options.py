@@ -1,4 +1,4 @@
-"""What type checkers know of arguments that are handed on by name: a TypedDict lists each of them."""
+"""What type checkers know of arguments that are handed on by name."""
 
 import dataclasses
 import inspect

@@ -15,6 +15,7 @@ from attnops.core.problem import Target
 from attnops.kernels.flash_attn4 import fa4 as made
 from attnops.kernels.sgl import fa3 as wheel
 from attnops.testing import Call, Features, Source, make_call
+from tests.checks import right
 from tests.gpu.helpers import captured, kernels_in, need
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -155,3 +156,17 @@ def test_fa4_in_cuda_graph_trees(fa4: Kernel) -> None:
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
             torch.testing.assert_close(compiled(query).clone(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [LLAMA, replace(LLAMA, q_dtype=E4M3, kv_dtype=E4M3), replace(LLAMA, lse=True)],
+    ids=["bfloat16", "float8", "lse"],
+)
+def test_a_static_caches_decode(fa3: Kernel, f: Features) -> None:
+    kernel, ends = kernels_of("attention")["fa3"], {"kv_end": (9, 1000, 733), "index": torch.int32}
+    for start in (None, (3, 0, 700)):
+        call = make_call("attention", Source(0, "cuda"), 3, 1, 1000, f, kv_start=start, **ends)
+        right(kernel, call)
+        ran = kernels_in(lambda c=call: kernel.run(c.record))
+        assert f.lse or not any("copy" in name.lower() for name in ran)

@@ -111,6 +111,28 @@ def test_a_long_context_among_idle_requests_and_padding(f):
     right(PAGED, paged(f, (1,) * 20 + (1, 0, 1), [0] * 20 + [30000, 5, 8191], 16, padding=30))
 
 
+PATHS = {
+    "decode": ((1, 1, 1, 1), D128, "decode"),
+    "decode_tensor_cores": ((1, 1, 1, 1), D64, "fa2"),
+    "decode_sinks": ((1, 1, 1, 1), SINKS, "fa2"),
+    "few": ((3, 1, 0, 4), D64, "fa2"),
+    "few_sinks": ((3, 1, 0, 4), SINKS, "fa2"),
+    "many": ((130, 1, 0, 260), D64, "fa3"),
+    "many_sinks": ((130, 1, 0, 260), SINKS, "fa3"),
+    "all_keys": ((130, 1, 0, 260), replace(D64, causal=False), "fa3"),
+}
+
+
+@hopper
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
+@pytest.mark.parametrize("name", PATHS)
+def test_every_path(name, page):
+    q_lens, f, path = PATHS[name]
+    call = planned(PAGED, paged(f, q_lens, (1000, 37, 0, 261), page, padding=3))
+    assert fi.NAMES[int(call.arguments["plan"][1])] == path
+    right(PAGED, call)
+
+
 # Plans and graphs ---------------------------------------------------------------------------------
 
 STEPS = {

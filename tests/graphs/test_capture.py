@@ -7,7 +7,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 
-from attnops.graphs import Buckets, breakable, piecewise, traced
+from attnops.graphs import Buckets, breakable, eager_capture, piecewise, traced
 from tests.graphs.helpers import Pair, both_modes, buckets_of, close, graphed
 from tests.graphs.standin import StandIn
 
@@ -206,3 +206,16 @@ def test_an_error_of_the_second_trace_is_raised_as_it_is(monkeypatch):
     )
     with pytest.raises(Exception, match="out of memory"):
         rows_of(piecewise, StandIn())(torch.ones(2))
+
+
+def test_an_op_is_asked_once_whether_it_may_be_captured(monkeypatch):
+    asked, real = [], eager_capture.break_of
+
+    def break_of(func, *given):
+        asked.append(str(func))
+        return real(func, *given)
+
+    monkeypatch.setattr(eager_capture, "break_of", break_of)
+    step = graphed(breakable, lambda x: x.sin().sin().sin(), Buckets(tokens=(2,)), graphs=StandIn())
+    step(torch.ones(2))
+    assert asked.count("aten.sin.default") == 1

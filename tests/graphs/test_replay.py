@@ -149,6 +149,8 @@ def test_what_a_replay_refuses(mode):
     }.items():
         with stale(field):
             pair.step(**given | changed)
+    with stale("arguments"):
+        pair.step(**{name: x for name, x in given.items() if name != "v_pages"})
     with attnops.use("reference"), stale("policy"):
         pair.step(**given)
     for text, args, changed in (

@@ -309,3 +309,7 @@ def test_a_head_that_makes_a_mask_for_itself():
             with attnops.patch(model, mask=mode) as handle:
                 assert handle.report().mask == "explicit"
                 near(model(**inputs).pooler_output, want)
+
+
+def test_there_are_enough_families():
+    assert len(DECODERS) >= 30

@@ -217,6 +217,17 @@ def test_verify_in_half_precision(dtype):
     )
 
 
+def test_verify_fails_with_figures():
+    handle = attnops.patch(tiny.model("llama"))
+    with pytest.raises(PatchError, match=r"FAILED.*relative"):
+        handle.verify(tokens(), tolerance=0.0)
+    assert not handle.verify(tokens(), tolerance=0.0, strict=False).passed
+    assert handle.active
+    handle.unpatch()
+    with pytest.raises(PatchError, match="not patched"):
+        handle.verify(tokens())
+
+
 def test_verify_of_other_outputs():
     bare = transformers.LlamaModel(tiny.config("llama", attn_implementation="eager"))
     assert attnops.patch(bare).verify(tokens()).output == "last_hidden_state"

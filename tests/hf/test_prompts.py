@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from attnops.hf import tiny
+from attnops.hf.cache import idle_pages
 from attnops.hf.cache.names import named
 from attnops.hf.report import Took
 from attnops.hf.steps import decode, prompt
@@ -285,3 +286,16 @@ def test_capture_compiles_prompts():
         assert (
             pair.same(*CALL, **named(cache)).prompt == "compiled" and len(layers(pair)) == made == 1
         )
+
+
+@pytest.mark.full
+def test_graphs_over_pages_that_are_gone(bounds, monkeypatch):
+    bounds((32, 64), after=1)
+    monkeypatch.setattr(idle_pages, "MOST_IDLE", 1)
+    with beside(mode="piecewise", compile_after=0) as pair:
+        for length in (14, 14, 14, 14, 40, 40, 40, 14, 14, 14):
+            pair.same(2, length, 3)
+        assert pair.took.prompt == "captured"
+        held = pair.decoder.captures.nbytes
+        pair.handle.release()
+        assert held > pair.decoder.captures.nbytes == 0

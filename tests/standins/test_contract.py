@@ -83,7 +83,8 @@ def fitted(kernel: Kernel) -> list[Case]:
         dims = Features(
             dtype=BF16, head_dim=d, v_head_dim=dv, q_heads=4, kv_heads=4, causal=True, lse=True
         )
-        for shape, row in (LONG if paged else LONG_PACKED).items():
+        rows = {**LONG, "decode": PAGED_SHAPES["decode"]} if paged else LONG_PACKED
+        for shape, row in rows.items():
             add(f"{shape}-{d}-{dv}", row, dims)
     return cases
 

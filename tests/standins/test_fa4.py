@@ -18,7 +18,14 @@ from attnops.core.record import changed
 from attnops.core.select import select
 from attnops.kernels.flash_attn4 import backward, fa4 as kernel
 from attnops.kernels.flash_attn4.fa4 import tile as tile_of
-from attnops.testing import Features, Source, gradient_call, make_call
+from attnops.testing import (
+    Features,
+    Mismatch,
+    Source,
+    check_kernel,
+    gradient_call,
+    make_call,
+)
 from tests.checks import right
 from tests.helpers import torch_process
 from tests.mates import POLICY
@@ -325,3 +332,10 @@ def test_what_is_used_is_in_the_signature(wrap, standin):
 @pytest.mark.parametrize(("wrap", "standin"), PINNED, ids=["forward", "backward"])
 def test_the_stand_in_has_the_packages_signature(wrap, standin):
     assert list(signature_of(wrap.interface()).items()) == list(signature_of(standin).items())
+
+
+def test_the_bug_that_is_refused_is_in_the_stand_in(standin):
+    f = Features(dtype=BF16, head_dim=128, causal=True)
+    call = make_call("paged_attention", Source(1), (1, 1), (300, 129), 128, f)
+    with pytest.raises(Mismatch, match="got nan"):
+        check_kernel(replace(fa4("paged_attention"), needs=()), call)

@@ -18,7 +18,7 @@ from attnops.core.select import Policy, select
 from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.build import build, parse
 from attnops.kernels.shared.plan import FIRST, HEADER, MAGIC
-from attnops.ops import paged_layers, plan_sizes
+from attnops.ops import paged_layers, plan_paged_attention, plan_sizes
 from attnops.ops.pages.plan import statics_of, step_of
 from attnops.testing import Features, Pages, Source, make_call, planned
 from tests.checks import right
@@ -343,3 +343,12 @@ def test_the_plan_enters_no_cuda_graph(sm90, monkeypatch):
     assert len(runs) == 2 and inputs
     [buffers] = set(runs)
     assert not [args for args in inputs if set(buffers) & set(args.split(", "))]
+
+
+@pytest.mark.parametrize("short", ["plan", "workspace"])
+def test_a_short_buffer_is_named(sm90, short):
+    given, spec = planned(KERNEL, paged()).arguments, paged_layers(8, 2, 128, 16, BF16)
+    names = ("page_table", "seq_lens", "cu_seqlens_q", "plan", "workspace")
+    buffers = {n: given[n] for n in names} | {short: given[short][:128]}
+    with pytest.raises(InvalidInput, match=rf"^{short}: got \d+ bytes, want >= \d+"):
+        plan_paged_attention(spec, **buffers, num_tokens=9, max_seqlen_q=4, kernel="flashinfer")

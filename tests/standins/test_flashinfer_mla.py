@@ -166,6 +166,8 @@ def test_replans_of_a_decode_change_what_lies_in_the_workspace_and_nothing_else(
         (call().with_(causal=False), r"plan\.causal: got 1, want 0"),
         (call(page=128), "plan.max_pages: got 4, want 3|plan.page_size: got 64, want 128"),
         (call(padding=7), "plan.num_tokens: got 9, want 14"),
+        (call(f=replace(DEEPSEEK, dtype=F16)), "plan.dtype: got bfloat16, want float16"),
+        (call(f=replace(DEEPSEEK, q_heads=8)), "plan.q_heads: got 16, want 8"),
     ],
 )
 def test_a_plan_of_another_call_is_refused(kernel, other, want):

@@ -254,3 +254,13 @@ def test_pages_that_start_askew_are_refused():
     ):
         SPARSE.run(a_call.with_(latent_pages=askew).record)
     assert not standin.CALLS
+
+
+@pytest.mark.parametrize("q_lens", [(0, 1, 1), (0, 0, 1), (0, 0, 0)])
+@pytest.mark.parametrize("name", TARGETS)
+def test_idle_requests_keep_their_places(name, q_lens):
+    float8 = E4M3 if name == "flashmla_fp8" else None
+    f, tokens = replace(DEEPSEEK, q_dtype=float8, kv_dtype=float8), sum(q_lens)
+    call = latents(q_lens, f=f, padding=3 - tokens, slack=0 if tokens else 1)
+    with pretend(TARGETS[name]):
+        right(KERNELS[name], call)

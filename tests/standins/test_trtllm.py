@@ -44,7 +44,7 @@ POINTS = {
     **{f"page_{n}": lambda n=n: paged(page=n) for n in (64, 128)},
     "float8": lambda: paged(FLOAT8, page=64),
     "sinks": lambda: paged(replace(BASE, sinks=BF16, window=(15, -1))),
-    "group": lambda: paged(replace(BASE, q_heads=16, kv_heads=1)),
+    "group_and_dim": lambda: paged(replace(BASE, q_heads=16, kv_heads=1, head_dim=256)),
     "long_empty": lambda: paged(seq_lens=(300, 0, 513), page=64),
     "long_empty_sinks": lambda: paged(replace(BASE, sinks=F32), seq_lens=(300, 0, 513), page=64),
     "idle": lambda: paged(q_lens=(1, 0, 1), padding=1),
@@ -127,6 +127,17 @@ def test_the_exact_size_is_enough_and_one_byte_less_is_not(name, make):
             f"workspace={size - 1} bytes (wants >= {size} bytes, zeroed once: "
             "attnops.explain(...).workspace_bytes)"
         )
+
+
+@pytest.mark.parametrize("name", ["xqa", "trtllm"])
+def test_a_run_with_one_byte_less_is_refused(name):
+    call = paged()
+    with VENDORS[name].running():
+        size = PAGED[name].workspace_bytes(call.problem)
+        less = call.with_(workspace=torch.zeros(size - 1, dtype=torch.uint8))
+        refused = rf"^workspace: got {size - 1} bytes, want >= {size} bytes"
+        with pytest.raises(InvalidInput, match=refused):
+            PAGED[name].run(less.record)
 
 
 def test_choice_with_and_without_a_workspace():
