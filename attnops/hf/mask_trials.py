@@ -357,16 +357,12 @@ def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
         return found[0] if found else default
 
     image = (size(3, "num_channels"), size(64, "image_size"), size(64, "image_size"))
-    bands, spectra = (
-        size(80, "input_feat_per_channel", "num_mel_bins"),
-        any(hasattr(part, "spec_size") for part in _parts(config)),
-    )
+    bands = size(80, "input_feat_per_channel", "num_mel_bins")
+    spectra = any(hasattr(part, "spec_size") for part in _parts(config))
     past = size(LENGTH, "context_length") + int(max(getattr(config, "lags_sequence", None) or [0]))
-    ahead, times, values = (
-        size(LENGTH, "prediction_length"),
-        size(0, "num_time_features"),
-        size(1, "input_size", "num_input_channels"),
-    )
+    ahead = size(LENGTH, "prediction_length")
+    times = size(0, "num_time_features")
+    values = size(1, "input_size", "num_input_channels")
     series = (past, values) if values > 1 else (past,)
     return {
         "input_ids": (LENGTH,),

@@ -96,12 +96,10 @@ class PagedMode:
         chosen: pages were not asked for, and serve only calls that they make faster.
         """
         self._owner, self._config = owner, owner.config.get_text_config(decoder=True)
-        self.kernel, self.implementation, self.decode, self.chosen = (
-            kernel,
-            implementation,
-            decode,
-            chosen,
-        )
+        self.kernel = kernel
+        self.implementation = implementation
+        self.decode = decode
+        self.chosen = chosen
         self._graphed = decode.mode != "hf"
         sites = [site for site in found.sites if site.reason is None]
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
@@ -153,10 +151,8 @@ class PagedMode:
         keep states."""
         if not self._graphed:
             return
-        device, mode = (
-            paged_models.where(next(iter(self.windows)), self._owner)[0],
-            self.decode.mode,
-        )
+        device = paged_models.where(next(iter(self.windows)), self._owner)[0]
+        mode = self.decode.mode
         got = f"patch: got decode={mode!r} for {type(self._owner).__name__}"
         if states:
             fail(
@@ -226,16 +222,12 @@ class PagedMode:
     def notes(self) -> tuple[str, ...]:
         """The bytes of pages and graphs that later calls find, and notes on steps, for the
         report."""
-        idle, graphs, of_steps = (
-            0 if self._pool is None else self._pool.idle_bytes,
-            0,
-            tuple[str, ...](),
-        )
+        idle = 0 if self._pool is None else self._pool.idle_bytes
+        graphs = 0
+        of_steps = tuple[str, ...]()
         if self._decoder is not None:
-            graphs, of_steps = (
-                self._decoder.captures.nbytes + self.loop.nbytes,
-                self._decoder.notes(),
-            )
+            graphs = self._decoder.captures.nbytes + self.loop.nbytes
+            of_steps = self._decoder.notes()
         held = (
             f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} "
             "MiB of graphs"
@@ -389,11 +381,9 @@ class PagedMode:
     ) -> Any:
         """`_prepare_cache_for_generation` of the model: a paged cache, where transformers would
         have made one of its own choice."""
-        given, generation, mask = (
-            cache_in(model_kwargs),
-            running_generation(),
-            model_kwargs.get("attention_mask"),
-        )
+        given = cache_in(model_kwargs)
+        generation = running_generation()
+        mask = model_kwargs.get("attention_mask")
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
         call = Call(
@@ -508,8 +498,6 @@ def give_back(cache: PagedModelCache) -> None:
     state = cache.state
     if state.give_back is not None:
         want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
-        state.pages, state.step = (
-            Returned("the cache of a generate() call that has ended", want),
-            None,
-        )
+        state.pages = Returned("the cache of a generate() call that has ended", want)
+        state.step = None
         state.give_back()

@@ -203,11 +203,9 @@ class Patched(Handle):
         return self._last or self._report()
 
     def _report(self) -> Report:
-        options, rows, others = (
-            self._options,
-            list[Row](),
-            {id(config): name for config, name in self._others()},
-        )
+        options = self._options
+        rows = list[Row]()
+        others = {id(config): name for config, name in self._others()}
         for site in self._found.sites:
             phases = paged_models.phases(
                 site.module, None if self._paged is None else self._paged.windows.get(site.module)

@@ -93,10 +93,8 @@ def notes_of(
     options: Options, found: Match, paged: PagedMode | None, proof: str, why: str
 ) -> tuple[str, ...]:
     """What a user should know of the attention and the steps of a patched model."""
-    additive, graphs = (
-        options.mask == "additive",
-        "" if paged is None or paged.decode.mode == "hf" else paged.decode.mode,
-    )
+    additive = options.mask == "additive"
+    graphs = "" if paged is None or paged.decode.mode == "hf" else paged.decode.mode
     known = {
         "in training mode, layers with attention dropout above 0 are computed in plain torch": True,
         "masks are added to scores, as in eager attention, and are never left out": additive,

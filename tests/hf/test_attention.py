@@ -231,11 +231,9 @@ def test_registered_once():
 
 def test_weights_of_large_logits_are_exact():
     """A float32 lse of -46,000 is rounded to 2e-3, which no weight may show."""
-    q, k, v = (
-        torch.full((1, 1, 1, 4), -100.0),
-        torch.full((1, 1, 3, 4), 115.0),
-        torch.randn(1, 1, 3, 4),
-    )
+    q = torch.full((1, 1, 1, 4), -100.0)
+    k = torch.full((1, 1, 3, 4), 115.0)
+    v = torch.randn(1, 1, 3, 4)
     k[..., 0, 0] += 0.003
     for sinks in (None, torch.tensor([-46000.0])):
         logits = (q.double() @ k.double().transpose(2, 3)).float()

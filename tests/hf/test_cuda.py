@@ -66,10 +66,8 @@ def no_waiting(monkeypatch):
 
         return call
 
-    attend, mask = (
-        AttentionInterface._global_mapping["attnops"],
-        AttentionMaskInterface._global_mapping["attnops"],
-    )
+    attend = AttentionInterface._global_mapping["attnops"]
+    mask = AttentionMaskInterface._global_mapping["attnops"]
     monkeypatch.setitem(
         AttentionInterface._global_mapping, "attnops", strict(attend, lambda kwargs: True)
     )

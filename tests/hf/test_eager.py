@@ -178,11 +178,9 @@ def test_a_known_call_knows_its_layer_and_the_shapes_of_key_and_value(queries):
 def test_a_known_call_under_vmap_and_autocast():
     layer = torch.nn.Linear(1, 1)
     call = attention_function(None, proven=True)
-    query, key, value = (
-        torch.randn(3, 1, 4, 1, 16),
-        torch.randn(3, 1, 2, 40, 16),
-        torch.randn(3, 1, 2, 40, 16),
-    )
+    query = torch.randn(3, 1, 4, 1, 16)
+    key = torch.randn(3, 1, 2, 40, 16)
+    value = torch.randn(3, 1, 2, 40, 16)
     want = torch.stack([call(layer, *rows)[0] for rows in zip(query, key, value, strict=True)])
     got = torch.vmap(lambda q, k, v: call(layer, q, k, v)[0])(query, key, value)
     assert torch.allclose(got, want, atol=1e-6)

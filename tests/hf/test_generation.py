@@ -32,12 +32,10 @@ class Beside:
 
     def __init__(self, model, prepares):
         self.model, self.prepares = model, prepares
-        self.cache, self.mask, self.ids, self.logits = (
-            DynamicCache(config=model.config),
-            HOLES,
-            tokens(3, 14, seed=3),
-            [],
-        )
+        self.cache = DynamicCache(config=model.config)
+        self.mask = HOLES
+        self.ids = tokens(3, 14, seed=3)
+        self.logits = []
         self(None, None)
 
     @torch.no_grad()
@@ -73,10 +71,8 @@ def alone(model, prepares):
 @pytest.mark.parametrize("same", [False, True], ids=["another-model", "the-same-model"])
 def test_a_model_that_is_stepped_inside_generate(impatient, same, prepares):
     model, other = tiny.model("llama"), tiny.model("llama", seed=1)
-    want, wanted = (
-        generated(model, new=6, attention_mask=ONES),
-        alone(model if same else other, prepares),
-    )
+    want = generated(model, new=6, attention_mask=ONES)
+    wanted = alone(model if same else other, prepares)
     attnops.patch(model)
     attnops.patch(other)
     beside = Beside(model if same else other, prepares)

@@ -125,10 +125,8 @@ class Fusing:
 def test_linears_of_a_layer(family):
     layers = {"layer_types": ["sliding_attention"]} if family in ("gemma2", "gemma3") else {}
     # The code of one family is as that of the others.
-    model, backend = (
-        tiny.model(family, num_hidden_layers=1, **layers),
-        Fusing(coded=family == "llama"),
-    )
+    model = tiny.model(family, num_hidden_layers=1, **layers)
+    backend = Fusing(coded=family == "llama")
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         want = model(IDS).logits
         attnops.patch(model)
@@ -149,10 +147,8 @@ def test_linears_of_a_layer(family):
 def test_logits_are_no_less_exact_than_eagers(family):
     """bfloat16 against float32 of the same weights: of eager, and of the layer in calls that round
     once."""
-    ids, one = (
-        torch.arange(64).view(4, 16),
-        {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
-    )
+    ids = torch.arange(64).view(4, 16)
+    one = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
     model = tiny.model(
         family, **(one if family != "llama" else {"num_hidden_layers": 1})
     ).bfloat16()

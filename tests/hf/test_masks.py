@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -334,3 +335,14 @@ def test_fake_tensors_are_not_looked_at():
     with FakeTensorMode():
         mask = make("compact", 2, 4, 4, attention_mask=torch.ones(2, 4, dtype=torch.bool))
     assert mask.dtype == torch.bool
+
+
+def test_a_compiled_mask_is_guarded_on_no_generation():
+    counter, padded = CompileCounter(), torch.tensor([[False, True, True]])
+    compiled = torch.compile(
+        lambda mask: make("compact", 1, 3, 3, attention_mask=mask), backend=counter, fullgraph=True
+    )
+    want = compiled(padded)
+    with growing():
+        assert torch.equal(compiled(padded), want)
+    assert counter.frame_count == 1

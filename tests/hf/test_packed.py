@@ -34,10 +34,8 @@ from attnops.hf.cache.names import named
 from tests.hf.helpers import watched
 from tests.hf.test_attention import close, plain, qkv
 
-MODULE, TRAINED = (
-    types.SimpleNamespace(training=False, is_causal=True),
-    types.SimpleNamespace(training=True, is_causal=True),
-)
+MODULE = types.SimpleNamespace(training=False, is_causal=True)
+TRAINED = types.SimpleNamespace(training=True, is_causal=True)
 attend = attention_function(None)
 CPU = torch.device("cpu")
 STARTS = torch.tensor([0, 3, 6], dtype=torch.int32)
@@ -83,10 +81,8 @@ def test_documents(seed, traced, monkeypatch):
     batch, length, window = rng.choice([1, 2, 3]), rng.choice([2, 7, 40]), rng.choice([0, 1, 3, 9])
     ids = random_documents(rng, batch, length)
     first = sliding_window_causal_mask_function(window) if window else causal_mask_function
-    rule, local = (
-        and_masks(first, packed_sequence_mask_function(ids)),
-        {"local_size": window} if window else {},
-    )
+    rule = and_masks(first, packed_sequence_mask_function(ids))
+    local = {"local_size": window} if window else {}
     want = sdpa_mask(batch, length, length, mask_function=rule, allow_is_causal_skip=False)
     with monkeypatch.context() as patched:
         if traced:

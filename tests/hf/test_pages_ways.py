@@ -138,10 +138,8 @@ def test_turns(name):
 def test_pages_of_two_calls():
     """Kept pages fit the calls before as well, where that costs little: not many short rows times
     one long row."""
-    model, options = (
-        tiny.model("deepseek_v3"),
-        {"do_sample": False, "return_dict_in_generate": True},
-    )
+    model = tiny.model("deepseek_v3")
+    options = {"do_sample": False, "return_dict_in_generate": True}
 
     def sizes(rows, length):
         cache = cache_of(model.generate(tokens(rows, 4), max_new_tokens=length - 3, **options))
@@ -298,11 +296,9 @@ def test_a_loop_by_hand(name):
 )
 def test_generated_code(name, prompt, called):
     """A layer's decode step names its kernel and allocates nothing as large as the pages."""
-    model, ids, mask = (
-        tiny.model(name, num_hidden_layers=1),
-        tokens(2, prompt + 2),
-        left_padded(2, prompt + 2),
-    )
+    model = tiny.model(name, num_hidden_layers=1)
+    ids = tokens(2, prompt + 2)
+    mask = left_padded(2, prompt + 2)
     steps = ((0, prompt), (prompt, prompt + 1))
     want = logits(model, "dynamic", ids, mask, steps)[-2:]
     with paged(model) as handle:

@@ -126,11 +126,9 @@ def unseen_writes(model):
 def test_writes_that_no_version_tells_are_seen_at_the_next_prompt(wrap, decode):
     """Also at the prompt of one token by which a conversation goes on. Graphs are replayed, and
     read what was made anew."""
-    model, stock, device = (
-        wrap(tiny.model("deepseek_v3")),
-        wrap(tiny.model("deepseek_v3")),
-        StandIn(),
-    )
+    model = wrap(tiny.model("deepseek_v3"))
+    stock = wrap(tiny.model("deepseek_v3"))
+    device = StandIn()
     more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with paged(model, decode=Decode(decode, graphs=device)) as handle:
         ours, theirs = handle.new_cache(1, 40), DynamicCache(config=stock.config)

@@ -181,10 +181,8 @@ def test_threads_of_equal_options_capture_one_tail_each(model, fresh, monkeypatc
 def test_a_tail_that_is_full_is_captured_again(fresh, monkeypatch):
     """A capture that failed in passing is tried again on the buffers of a text that has filled
     them."""
-    captured, short = (
-        tail.Tail.capture,
-        Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 1),
-    )
+    captured = tail.Tail.capture
+    short = Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 1)
     devices, (ours, handle) = [], fresh
 
     def capture(self, graphs):

@@ -88,10 +88,8 @@ def test_inductor_counts_documents(name, checkpointing):
         compare(found, step(tiny.model(name), one))
     text = "\n".join(codes)
     ops = [call.partition(".")[0] for call in kernel_calls(text)]
-    kinds, layers = (
-        len(set(getattr(model.config, "layer_types", None) or ["full_attention"])),
-        model.config.num_hidden_layers,
-    )
+    kinds = len(set(getattr(model.config, "layer_types", None) or ["full_attention"]))
+    layers = model.config.num_hidden_layers
     assert len(codes) == 2, "a forward and a backward"
     assert ops.count("request_starts") == kinds and ops.count("varlen_attention_backward") == layers
     assert ops.count("varlen_attention") == layers * (1 + checkpointing)

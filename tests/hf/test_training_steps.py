@@ -57,10 +57,8 @@ def batch(form, texts) -> dict[str, Any]:
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=form == "lengths")
         return dict(collator([{"input_ids": text.tolist()} for text in texts]))
     width = max(map(len, texts)) + (form == "both")
-    ids, mask = (
-        torch.zeros(len(texts), width, dtype=torch.int64),
-        torch.zeros(len(texts), width, dtype=torch.int64),
-    )
+    ids = torch.zeros(len(texts), width, dtype=torch.int64)
+    mask = torch.zeros(len(texts), width, dtype=torch.int64)
     for row, text in enumerate(texts):
         room = width - len(text)
         begin = {"left": room, "right": 0, "both": room // 2}[form]
@@ -181,10 +179,8 @@ def gradients(model, form, call=None):
     "name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen2_moe", "gpt2", "opt"]
 )
 def test_gradients(name, form, mode):
-    eager, model = (
-        gradients(tiny.model(name, **no_dropout(name)), form),
-        tiny.model(name, **no_dropout(name)),
-    )
+    eager = gradients(tiny.model(name, **no_dropout(name)), form)
+    model = tiny.model(name, **no_dropout(name))
     with attnops.patch(model, mask=mode), watched() as calls:
         compare(gradients(model, form), eager)
     assert calls, "without dropout the op itself is differentiated"
@@ -258,10 +254,8 @@ def test_dropout(name, mode):
         assert not calls, "the op has no dropout"
         return found
 
-    eager, model = (
-        run(tiny.model(name, attention_dropout=0.3), 1),
-        tiny.model(name, attention_dropout=0.3),
-    )
+    eager = run(tiny.model(name, attention_dropout=0.3), 1)
+    model = tiny.model(name, attention_dropout=0.3)
     with attnops.patch(model, mask=mode) as handle:
         compare(run(model, 1), eager)
         assert relative(run(model, 2)[0], eager[0]) > OF_GRADIENTS

@@ -100,12 +100,10 @@ class Late:
     it waits itself."""
 
     def __init__(self, real):
-        self.real, self.calls, self.came, self.second = (
-            real,
-            0,
-            threading.Event(),
-            threading.Event(),
-        )
+        self.real = real
+        self.calls = 0
+        self.came = threading.Event()
+        self.second = threading.Event()
 
     def __call__(self, *args):
         self.calls += 1

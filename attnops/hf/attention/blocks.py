@@ -161,11 +161,9 @@ def _check_capture(asked: Asked) -> None:
 
 
 def _made(cache: Any, asked: Asked, group: int) -> Blocks | None:
-    size, end, lengths = (
-        cache.block_size,
-        cache.num_blocks * cache.block_size,
-        asked.starts_k.diff().int(),
-    )
+    size = cache.block_size
+    end = cache.num_blocks * cache.block_size
+    lengths = asked.starts_k.diff().int()
     if asked.tables is not None:
         table, rows = asked.tables[group], torch.arange(lengths.shape[0], device=lengths.device)
         return Blocks(slot_mapping(lengths - 1, rows, table, page_size=size), table, lengths)

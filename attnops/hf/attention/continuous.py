@@ -169,7 +169,7 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
             ring,
             block_table,
         )
-        fits = ring in (0, rules["window"][0] + 1)
+        fits = not ring or rules["window"][0] == ring - 1
         blocks = blocks_of(cache, number, key, value, asked) if fits else None
         if blocks is not None:
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)

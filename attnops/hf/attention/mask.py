@@ -69,8 +69,8 @@ _SHOWN = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 Mode = Literal["auto", "dense", "explicit", "compact", "additive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# device types that run behind the host: a read of their data waits, and a mask costs more than
-# lengths
+# Device types that run behind the host: a read of their data waits, and a mask costs more than
+# lengths.
 _FAR = ("cuda", "hip")
 
 _STOP = "attnops: a mask that pages cannot follow, or a cache that is full"
@@ -84,8 +84,7 @@ class Request(NamedTuple):
     see PagedLayer.get_mask_sizes.
     attention_mask: bool `[B, positions]`, False for padding; or None. local_size: the window.
     allow_is_causal_skip, allow_is_bidirectional_skip: may None stand for a plain causal or
-    bidirectional mask? transformers gives the
-        second one for bidirectional masks only.
+    bidirectional mask? transformers gives the second one for bidirectional masks only.
     """
 
     mode: Mode
@@ -153,9 +152,9 @@ def _written_out(request: Request, given: dict[str, Any]) -> Tensor | None:
         if _plainly_causal(request):
             return None
         skips = False  # transformers 5.24 also skips one query of more keys than it sees
-    waits = not _must_not_wait(request)
-    given["allow_is_causal_skip"] = skips and waits
-    given["allow_is_bidirectional_skip"] = bool(request.allow_is_bidirectional_skip) and waits
+    may_wait = not _must_not_wait(request)
+    given["allow_is_causal_skip"] = skips and may_wait
+    given["allow_is_bidirectional_skip"] = bool(request.allow_is_bidirectional_skip) and may_wait
     return (eager_mask if request.mode == "additive" else sdpa_mask)(**given)
 
 
@@ -315,8 +314,10 @@ def _compact(request: Request, pattern: Pattern) -> Found:
         if pattern.causal
         else request.kv_offset + request.kv_length
     )
+    if _is_unknown(padding, high, pattern):  # asked first: a compiler would guard on the generation
+        return None
     generation = current_generation() if pattern.causal else None
-    if _is_unknown(padding, high, pattern) or (generation is None and _must_not_wait(request)):
+    if generation is None and _must_not_wait(request):
         return None
     verdict = generation.verdict if generation is not None and request.q_length == 1 else None
     if verdict is not None and verdict.full:
@@ -343,11 +344,9 @@ def _looked_at(
             generation.note(verdict)
     if not verdict.run:
         return None
-    return (
-        _unpadded(request, pattern)
-        if verdict.full
-        else _padded(request, pattern, first, past, high),
-    )
+    if verdict.full:
+        return (_unpadded(request, pattern),)
+    return (_padded(request, pattern, first, past, high),)
 
 
 def _is_unknown(padding: Tensor, high: int | Tensor, pattern: Pattern) -> bool:

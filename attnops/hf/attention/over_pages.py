@@ -73,7 +73,8 @@ def attend(
     dense, paged, latent, varlen: kernels forced for `attention`, `paged_attention`, `mla_attention`
     and `varlen_attention`, or None. Returns None for the first latents of an empty cache, which are
     only written: the caller expands them. Raises InvalidInput: a mask that pages cannot follow,
-    dropout, a window larger than that of the pages, or one of `unknown`.
+    dropout, a window larger than that of the pages, a position_bias, packed lengths, weights, or
+    sinks over latents.
     """
     request, cache = asked.request, asked.cache
     query, key = request.query, request.key

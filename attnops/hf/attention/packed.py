@@ -57,10 +57,8 @@ class Packed(NamedTuple):
 def documents(rule: Callable[..., Tensor], batch: int, length: int, device: torch.device) -> Tensor:
     """bool `[B, S]`: does a request begin here? rule: of transformers' masks, causal and by
     document. A token that does not see the one before it begins a document."""
-    rows, columns = (
-        torch.arange(batch, device=device)[:, None],
-        torch.arange(length, device=device)[None],
-    )
+    rows = torch.arange(batch, device=device)[:, None]
+    columns = torch.arange(length, device=device)[None]
     begins = ~rule(rows, rows * 0, columns, columns - 1)
     return begins.expand(batch, length) | (columns == 0)
 
@@ -127,10 +125,8 @@ def read(mask: Tensor, batch: int, length: int, keys: int) -> Packed:
 def written_out(packed: Packed, batch: int, length: int) -> Tensor:
     """bool `[B, 1, S, S]`: which key each query sees."""
     device = packed.starts.device
-    tokens, places = (
-        torch.arange(batch * length, device=device, dtype=DTYPE),
-        torch.arange(length, device=device),
-    )
+    tokens = torch.arange(batch * length, device=device, dtype=DTYPE)
+    places = torch.arange(length, device=device)
     # `+ 0` makes a new tensor of the ends, because Inductor of torch 2.11 ignores the offset of a
     # view.
     request = torch.searchsorted(packed.starts[1:] + 0, tokens, right=True).view(batch, length)

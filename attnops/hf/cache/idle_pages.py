@@ -135,10 +135,8 @@ class Pool:
         with self._lock:
             for state in tuple(self._lent):
                 if state.give_back is not None and state.give_back.detach() is not None:
-                    state.pages, state.step = (
-                        Returned("a cache of a model that was unpatched since", want),
-                        None,
-                    )
+                    state.pages = Returned("a cache of a model that was unpatched since", want)
+                    state.step = None
             self._idle.clear()
 
     def trim(self) -> None:

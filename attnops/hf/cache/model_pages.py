@@ -166,11 +166,9 @@ class ModelPages(Pages):
 
     def _decode(self, layer: Problem) -> Problem:
         """The attention of a decode step of this layer."""
-        spec, rows, table = (
-            replace(layer, page_size=self.page_size),
-            self.sizes.rows,
-            self.tables[self._kinds[layer]],
-        )
+        spec = replace(layer, page_size=self.page_size)
+        rows = self.sizes.rows
+        table = self.tables[self._kinds[layer]]
         decode = step_of(spec, Target.of(self.sizes.device), rows, rows, table.shape[1], 1)
         if over_latents(spec):
             return altered(decode, plan="device")
@@ -211,10 +209,8 @@ class ModelPages(Pages):
     def _takes_one_launch(self, layer: Problem, room: int) -> bool:
         if over_latents(layer) or layer.v_head_dim != layer.head_dim:
             return False
-        apart, key = (
-            altered(self._decode(layer), workspace=room),
-            key_for(layer.op, self.sizes.kernel),
-        )
+        apart = altered(self._decode(layer), workspace=room)
+        key = key_for(layer.op, self.sizes.kernel)
         whole, forced = select(self._step(layer, room), key), parse_policy(key).forced
         if whole.kernel is None or forced(layer.op):
             return False

@@ -342,17 +342,13 @@ class PagedModelCache(Cache):
 
     def view(self, layer: int, start: Tensor, count: int, heads: int) -> View:
         """The part of `layer` in the step of the forward that it runs in, see `step_of`."""
-        step, pages, number = (
-            self.step_of(layer, start, count, heads),
-            self.state.pages,
-            self.numbers[layer],
-        )
+        step = self.step_of(layer, start, count, heads)
+        pages = self.state.pages
+        number = self.numbers[layer]
         table = pages.table_of[number]
-        batch, past, one_launch = (
-            step.batch.of(table),
-            step.past[table],
-            bool(step.one_launch) and step.one_launch[number],
-        )
+        batch = step.batch.of(table)
+        past = step.past[table]
+        one_launch = bool(step.one_launch) and step.one_launch[number]
         return View(
             pages.layers[number],
             pages.windows[table],
@@ -397,12 +393,10 @@ class PagedModelCache(Cache):
             f"reset(), or crop(-{unfinished}), before it is used again",
         )
         state.use()
-        pages, real, fresh, before = (
-            state.pages,
-            state.real,
-            not state.filled,
-            state.pages.seen - start,
-        )
+        pages = state.pages
+        real = state.real
+        fresh = not state.filled
+        before = state.pages.seen - start
         batch = described(pages, before, real, count, heads)
         long = not fresh and count > pages.sizes.drafts
         past = tuple(

@@ -251,7 +251,8 @@ def takes_cache(module: Any, causal: bool) -> bool:
     known = isinstance(getattr(module, "layer_idx", None), int) and cache_names.layer_takes_cache(
         type(module)
     )
-    return known and (getattr(module, "is_causal", True) is not False) is causal
+    sees_ahead = getattr(module, "is_causal", True) is False
+    return known and causal != sees_ahead
 
 
 def has_blocks(inputs: dict[str, Any]) -> bool:
@@ -291,10 +292,8 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
     found = []
     for layer in layers:
         own = made[layer] if layer < len(made) else None
-        kind, got = (
-            type(own).__name__,
-            f"layer {layer} ({type(own).__name__}) of {name}, which pages here cannot hold",
-        )
+        kind = type(own).__name__
+        got = f"layer {layer} ({type(own).__name__}) of {name}, which pages here cannot hold"
         held = kind in ("DynamicLayer", "DynamicSlidingWindowLayer") and isinstance(
             own, CacheLayerMixin
         )
@@ -366,10 +365,8 @@ def probe(
             or getattr(config, "attn_logit_softcapping", None)
         )
         sinks = getattr(module, "sinks", None)
-        dtype, seen = (
-            sinks.dtype if isinstance(sinks, Tensor) else None,
-            (window - 1 if window else -1, -1),
-        )
+        dtype = sinks.dtype if isinstance(sinks, Tensor) else None
+        seen = (window - 1 if window else -1, -1)
         sizes = heads, key.shape[1], key.shape[3], 0, like, value.shape[3]
         found.append(paged_layers(*sizes, window=seen, softcap=capped, sinks=dtype))
     return tuple(found)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
+from attnops.core.kernel import generation
 from attnops.core.problem import Extent, Problem, Target, pretended
-from attnops.core.select import select
+from attnops.core.select import has_failed, select
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -35,13 +37,23 @@ def is_ours(
         sizes: fields of the Problem and their values.
         asks: the arguments that are not at their defaults.
     """
-    problem = _problem(pretended(), op, device, dtype, most, sizes, asks)
-    kernel = select(problem, policy).kernel
-    return kernel is not None and kernel.name != STOCK
+    key = generation(), pretended(), op, policy, device, dtype, most, sizes, asks
+    if (known := _ANSWERS.get(key)) is not None:
+        return known
+    decision = select(_problem(pretended(), op, device, dtype, most, sizes, asks), policy)
+    answer = decision.kernel is not None and decision.kernel.name != STOCK
+    if not has_failed(decision):
+        if len(_ANSWERS) >= MOST:
+            _ANSWERS.clear()
+        _ANSWERS[key] = answer
+    return answer
 
 
-# To build a Problem takes several times as long as to choose for one that `select` has seen. What
-# is chosen is not kept here: a kernel that failed to answer is asked again.
+MOST = 512
+"""Answers that are kept: a model has one for each kind of its layers and each policy."""
+_ANSWERS: dict[tuple[Any, ...], bool] = {}
+
+
 @functools.lru_cache(maxsize=512)
 def _problem(
     target: Target | None,

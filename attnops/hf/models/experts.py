@@ -243,10 +243,8 @@ def sites(model: nn.Module) -> Iterator[Site]:
 def _against(module: Any) -> str:
     """Why a module that asks the interface keeps transformers' own code, whatever its activation;
     "" if nothing speaks against it."""
-    stock, weights = (
-        getattr(module.config, SWITCH, None),
-        [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")],
-    )
+    stock = getattr(module.config, SWITCH, None)
+    weights = [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")]
     if interface is None or stock not in STOCK:
         return f"the implementation is {stock!r}"
     if not module.has_gate:

@@ -74,10 +74,8 @@ def pack_experts(model: nn.Module) -> int:
             does not take, or no data, or belong to another module, too; the model is patched. It is
             as it was.
     """
-    sites, owners = (
-        tuple(plain.sites(model)),
-        Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False)),
-    )
+    sites = tuple(plain.sites(model))
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     if any(plain.is_taken(site.module) for site in sites):
         fail(
             PatchError,

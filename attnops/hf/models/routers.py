@@ -70,10 +70,8 @@ class Rule:
 
     def logits(self, module: Any, x: Tensor) -> Tensor:
         """Those of tokens `[T, H]`."""
-        weight, added = (
-            getattr(module, self.weight),
-            getattr(module, self.added) if self.added else None,
-        )
+        weight = getattr(module, self.weight)
+        added = getattr(module, self.added) if self.added else None
         if self.wide:
             x, weight, added = x.float(), weight.float(), None if added is None else added.float()
         return F.linear(x, weight, added)

@@ -126,11 +126,9 @@ class Here:
         any_size.tables = tuple(varying(table[:rows], 0, 1) for table in pages.tables)
         given = any_size, live, pages.sizes.layers[0].q_heads
         state.start, state.before, batch = self.regions(_begin, rows, given, {})
-        state.step, state.filled, state.unfinished = (
-            Step(batch, (), False, pages.one_launch()),
-            True,
-            1,
-        )
+        state.step = Step(batch, (), False, pages.one_launch())
+        state.filled = True
+        state.unfinished = 1
 
     def layer(self, layer: Any, number: int, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward."""
@@ -147,14 +145,10 @@ class Here:
         twins = self.twins
         same = None if twins is None else twins.get(layer) or twin(layer)
         out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
-        # A twin whose run set attributes is not the layer's any more.
-        if (
-            twins is not None
-            and same is not None
-            and layer not in twins
-            and not write_back(layer, same[0])
-        ):
-            twins[layer] = same
+        if twins is not None and same is not None and layer not in twins:
+            wrote = write_back(layer, same[0])
+            if not wrote:  # a twin whose run set attributes is not the layer's any more
+                twins[layer] = same
         cache.wrote(number)
         return out
 
@@ -167,11 +161,9 @@ class Here:
     def _view(self, number: int, mask: Any) -> View:
         cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
         assert step is not None
-        at, heads, window = (
-            cache.numbers[number],
-            pages.sizes.layers[0].q_heads,
-            cache.window_of(number),
-        )
+        at = cache.numbers[number]
+        heads = pages.sizes.layers[0].q_heads
+        window = cache.window_of(number)
         table = pages.table_of[at]
         if table not in self.batches:
             self.batches[table] = _any_sizes(step.batch.of(table))

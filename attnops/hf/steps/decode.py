@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -170,9 +170,12 @@ class Decoder:
         tried."""
         if not self.failures.lasting and not self.aside:
             return ""
-        with self.turn, suppress(InvalidInput):  # weights on meta: a model without a state
-            self._see(modes_now())
-        return self.aside or self.failures.lasting.get(self._kind(rows), "")
+        with self.turn:
+            try:
+                self._see(modes_now())
+            except InvalidInput:  # weights on meta: a model without a state
+                return self.failures.lasting.get(self._kind(rows), "")
+            return self.aside or self.failures.lasting.get(self._kind(rows), "")
 
     def step(
         self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None
@@ -295,7 +298,11 @@ class Decoder:
         state = cache_in(given).state
         with self.turn:
             self._without.discard(state)
-            self.prompts.why = next(self._why_own_layers(given, state), "")
+            self.prompts.why = next(self._why_own_layers(given), "")
+            if not self.prompts.why:
+                self.look = True  # the model may have changed since the last prompt
+                self._look(state)
+                self.prompts.why = self.aside or self._too_few(given["input_ids"].numel())
             if self.prompts.why:
                 return None
             try:
@@ -307,9 +314,8 @@ class Decoder:
                 self.prompts.why = self.aside
                 return None
 
-    def _why_own_layers(self, given: dict[str, Any], state: State) -> Iterator[str]:
-        """Each reason why the model's own layers run this prompt. The model is looked at where the
-        first ones do not hold."""
+    def _why_own_layers(self, given: dict[str, Any]) -> Iterator[str]:
+        """Each reason, but for those of the model's state, why its own layers run this prompt."""
         if more(given):
             yield "it asks for more than logits"
         yield from self.prompts.why_not(given)
@@ -321,22 +327,16 @@ class Decoder:
             yield "steps are not compiled"
         if self.how.mode == "auto" and not self._at_once:
             yield "mode 'auto' compiles the layers of prompts in capture() alone"
-        tokens = given["input_ids"].numel()
-        # The state of the last look, until its tokens are enough for a compiler.
-        yield from self._why_too_few(tokens)
-        self.look = True  # the model may have changed since the last prompt
-        self._look(state)
-        if self.aside:
-            yield self.aside
-        yield from self._why_too_few(tokens)
 
-    def _why_too_few(self, tokens: int) -> Iterator[str]:
-        """The reason against compiled layers of a prompt where too few tokens came before it. Its
-        own are counted."""
+    def _too_few(self, tokens: int) -> str:
+        """Count the tokens of a prompt. Why it gets no compiled layers, where too few came before
+        it in this state; else ""."""
         most = 0 if self._at_once else PROMPT * self.how.compile_after
-        if (before := self._kept.taken["prompt"]) < most:
-            self._kept.taken["prompt"] += tokens
-            yield f"{before} tokens of prompts have run, compiled are those after {most}"
+        before = self._kept.taken["prompt"]
+        if before >= most:
+            return ""
+        self._kept.taken["prompt"] += tokens
+        return f"{before} tokens of prompts have run, compiled are those after {most}"
 
     def _prompt_graphs(self, state: State) -> Over:
         """The graphs of prompts over these pages."""
@@ -423,7 +423,7 @@ class Decoder:
 
     def _look_closely(self, modes: tuple[Any, ...]) -> None:
         """Take the graphs of the model's state."""
-        before, self._state, self._glance, self.aside = self._glance, None, None, ""
+        before, self._state, self._glance = self._glance, None, None
         glance = Glance(self._model, before)
         given = (modes, *glance.state)
         self._state, self._modes = hash(given), modes

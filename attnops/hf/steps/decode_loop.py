@@ -177,11 +177,9 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
     streamer, cache, most = asked.streamer, cache_in(asked.given), asked.max_length
     heard = bool(asked.eos) or streamer is not None
     tail.begin(asked, heard)
-    steps, length, ahead = (
-        _Steps(asked.owner, decoder, tail, asked.given),
-        asked.input_ids.shape[1] + 1,
-        False,
-    )
+    steps = _Steps(asked.owner, decoder, tail, asked.given)
+    length = asked.input_ids.shape[1] + 1
+    ahead = False
     try:
         with decoder.turn:
             tail.choose(logits)
@@ -218,13 +216,11 @@ class _Steps:
     """
 
     def __init__(self, owner: Any, decoder: Decoder, tail: Tail, given: dict[str, Any]) -> None:
-        self._owner, self._decoder, self._tail, self._given, self._cache = (
-            owner,
-            decoder,
-            tail,
-            given,
-            cache_in(given),
-        )
+        self._owner = owner
+        self._decoder = decoder
+        self._tail = tail
+        self._given = given
+        self._cache = cache_in(given)
         self._running, state = running_generation(), self._cache.state
         # As for transformers' loop: the prompt's mask was checked, and only grows.
         checked = self._running is not None and self._running.checked is state.pages.pad

@@ -55,14 +55,12 @@ def step(cache: PagedModelCache, rows: int, count: int) -> None:
     with torch.no_grad(), ahead():
         start = torch.zeros(rows, dtype=torch.int64, device=pages.sizes.device)
         for kind, layer in layers.items():
-            dims, rules = (
-                (
-                    (kind.q_heads, kind.head_dim),
-                    (kind.kv_heads, kind.head_dim),
-                    (kind.kv_heads, kind.v_head_dim),
-                ),
-                kind.rules,
+            dims = (
+                (kind.q_heads, kind.head_dim),
+                (kind.kv_heads, kind.head_dim),
+                (kind.kv_heads, kind.v_head_dim),
             )
+            rules = kind.rules
             q, k, v = (
                 start.new_empty((rows, count, *dim), dtype=kind.dtype).transpose(1, 2)
                 for dim in dims

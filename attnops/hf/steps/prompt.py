@@ -142,6 +142,7 @@ class Prompts:
         self._passes = (merge_linears_pass,) if pack else ()
         self.why, self.took, self._ran = "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
+        self._replayed = False  # did a graph run a chunk of it?
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
@@ -215,10 +216,8 @@ class Prompts:
         start, (seen, *starts) = padding_of(
             given.get("attention_mask"), state.pages, rows, columns, fresh=not state.filled
         )
-        counts, before = (
-            [columns - max(s - seen, 0) for s in starts],
-            [max(seen - s, 0) for s in starts],
-        )
+        counts = [columns - max(s - seen, 0) for s in starts]
+        before = [max(seen - s, 0) for s in starts]
         self.why = _why_unpacked(counts, padded=positions is None and any(starts))
         if self.why:
             return None
@@ -235,6 +234,7 @@ class Prompts:
             return None
         state.pages.advance(start, columns)
         state.filled, state.unfinished, self._ran = True, 0, True
+        self.took = "captured" if self._replayed else "compiled"
         self.failures.done("layers")
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
@@ -251,10 +251,12 @@ class Prompts:
         over = graphs() if self._is_short(part) else None
         return over if over is not None and over.chunks(part.size) > CAPTURE_AFTER else None
 
-    def _tried(self, *given: Any) -> list[Tensor] | None:
+    def _tried(
+        self, parts: list[Part], over: list[Over | None], tokens: Tensor, cache: PagedModelCache
+    ) -> list[Tensor] | None:
         """As `_parts`; None, with the reason in `why`, where layers could not be compiled."""
         try:
-            return self._parts(*given)
+            return self._parts(parts, over, tokens, cache)
         except SideEffect:
             raise
         except Exception as error:
@@ -268,7 +270,8 @@ class Prompts:
         self, parts: list[Part], over: list[Over | None], tokens: Tensor, cache: PagedModelCache
     ) -> list[Tensor]:
         """The logits of each chunk. tokens: see `_unpadded`."""
-        self.took, self._failed, pages = "compiled", False, cache.state.pages
+        self._failed = self._replayed = False
+        pages = cache.state.pages
         with ordinary(), uncached_casts():
             # At once and before the first chunk: a copy from the host's own memory waits until the
             # device is idle.
@@ -309,7 +312,7 @@ class Prompts:
                 self.failures.note("graphs", error)
             else:
                 self.failures.done("graphs")
-                self.took = "captured"
+                self._replayed = True
                 return logits[ends]  # a copy: graphs write their memory again
         # Compiled code is guarded on the place of a slice. Without a last token, the logits of some
         # other one are dropped.

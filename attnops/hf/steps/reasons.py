@@ -208,10 +208,8 @@ def drafts(call: Call) -> tuple[int, int]:
 
 def _of_named_cache(call: Call) -> Reason:
     """Some checkpoints name a cache in their generation config, unnoticed by their user."""
-    named, of_model = (
-        call.config.cache_implementation,
-        getattr(call.owner, "generation_config", None),
-    )
+    named = call.config.cache_implementation
+    of_model = getattr(call.owner, "generation_config", None)
     own = named == getattr(of_model, "cache_implementation", None)
     unset = "; set model.generation_config.cache_implementation = None for pages" if own else ""
     return Reason(

@@ -117,17 +117,13 @@ class Tail:
             # As torch.multinomial draws it, before a replay: the capture of a graph that draws
             # would keep other threads from the generator.
             self._noise = torch.ones_like(self._scores) if choice.sampled else None
-            self.tokens, self.token, self.position = (
-                ints(rows, choice.room),
-                ints(rows, 1),
-                ints(rows, 1),
-            )
-            self._length, self._unfinished, self._eos, self._pad = (
-                ints(1),
-                ints(rows),
-                ints(choice.ends),
-                ints(),
-            )
+            self.tokens = ints(rows, choice.room)
+            self.token = ints(rows, 1)
+            self.position = ints(rows, 1)
+            self._length = ints(1)
+            self._unfinished = ints(rows)
+            self._eos = ints(choice.ends)
+            self._pad = ints()
             self._processors = [
                 _copied(each, device)
                 if (found := held(each)) is None
