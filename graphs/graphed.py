@@ -276,11 +276,9 @@ class Graphed(Options):
         assert self.prepare is not None and self.batch is not None
         new, old = self.prepare(batch), entry.values[self.batch]
         for name in ("plan", "workspace"):
-            field, got, want = (
-                f"{self.batch}.{name} of prepare",
-                getattr(new, name),
-                getattr(old, name),
-            )
+            field = f"{self.batch}.{name} of prepare"
+            got = getattr(new, name)
+            want = getattr(old, name)
             if (now := described(got)) != (then := described(want)):
                 fail(StaleGraph, field, now, then)
             if got is None or got.data_ptr() == want.data_ptr():

@@ -177,6 +177,22 @@ def test_selection_has_no_side_effects_and_is_remembered(lab):
     assert decision.passed_over == ("steady", "curious", "slow")
 
 
+def test_a_kernel_that_failed_is_asked_again_where_torch_only_warns(lab):
+    """Its cost fails for the call as it is, and for the one that need not repeat its bits."""
+    left = [1, 1]
+
+    def cost_us(problem):
+        if left:
+            left.pop()
+            raise RuntimeError("the GPU is busy")
+        return 1.0
+
+    lab.kernels["attention"]["flaky"] = idle("flaky", cost_us=cost_us, repeats=None)
+    problem, policy = altered(PLAIN, repeatable="warn"), Policy(kernel=("attention:flaky",))
+    chosen = [select(problem, policy).kernel for _ in range(4)]
+    assert chosen[0] is None and chosen[-1] is not None and chosen[-1].name == "flaky"
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", list(OPS))
 def test_every_op_has_a_reference_for_cpu(op):
@@ -755,10 +771,8 @@ def test_needs(need, field, met, broken, refusal):
 
 
 def test_packages_are_looked_for_without_import():
-    here, away = (
-        Package("hypothesis", ("hypothesis",)),
-        Package("surely_not_installed", ("surely-not",), at_least="2"),
-    )
+    here = Package("hypothesis", ("hypothesis",))
+    away = Package("surely_not_installed", ("surely-not",), at_least="2")
     assert here.missing(Target()) is None and here.version()
     assert away.missing(Target()) == Refusal(
         "package", "surely_not_installed missing", "pip install 'surely-not>=2'"

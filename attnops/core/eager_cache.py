@@ -198,11 +198,9 @@ class Eager:
     def __init__(self, spec: Spec) -> None:
         self.spec, self.name = spec, spec.op
         # Dynamo of torch 2.11 reads no attribute of a record's class.
-        self.positional, self.names, self.keywords = (
-            spec.positional,
-            spec.names,
-            spec.names[spec.positional :],
-        )
+        self.positional = spec.positional
+        self.names = spec.names
+        self.keywords = spec.names[spec.positional :]
         self.tensors = tuple(a.name for a in spec.args if a.tensor)
         self.results = tuple(r.name for r in spec.results)
         self.patterns: dict[tuple[type, ...], Pattern | None] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -122,12 +122,10 @@ def _storages_of(nodes: Iterable[fx.Node], value_of: Callable[[Any], Any]) -> It
 def _is_pure(node: fx.Node) -> bool:
     """Do equal calls give equal results? A call whose data decide a size has a size of its own each
     time."""
-    pure = (
-        _PURE_METHODS if node.op == "call_method" else _PURE if node.op == "call_function" else ()
-    )
-    return not node.meta.get("unbacked_bindings") and (
-        _is_pure_op(node.target) or node.target in pure
-    )
+    if node.meta.get("unbacked_bindings"):
+        return False
+    pure: dict[str, Collection[Any]] = {"call_method": _PURE_METHODS, "call_function": _PURE}
+    return _is_pure_op(node.target) or node.target in pure.get(node.op, ())
 
 
 def comparable(

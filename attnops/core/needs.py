@@ -74,21 +74,16 @@ def one_of(name: str, *values: object) -> Need:
         raise RegistrationError(
             f"need: got {wrong[0]!r} for the field {name!r}, want a value of type {_TYPES[name]}"
         )
-    return _of(
+    return _field_need(
         name,
         " | ".join(str(v).removeprefix("torch.") for v in values),
         lambda value: value in values,
     )
 
 
-def _of(name: str, want: str, fits: Callable[[Any], bool]) -> Need:
+def _field_need(name: str, want: str, fits: Callable[[Any], bool]) -> Need:
     """The field's value fits."""
-
-    def need(p: Problem) -> Refusal | None:
-        value = leaf(p, name)
-        return None if fits(value) else Refusal(name, value, want)
-
-    return need
+    return demand(name, want, lambda p: fits(leaf(p, name)))
 
 
 def dtypes(*values: torch.dtype) -> Need:
@@ -108,36 +103,38 @@ def dtypes(*values: torch.dtype) -> Need:
 def at_most(name: str, limit: int) -> Need:
     """The int field is at most `limit`."""
     _known(name, "int")
-    return _of(name, f"<= {limit}", lambda value: value <= limit)
+    return _field_need(name, f"<= {limit}", lambda value: value <= limit)
 
 
 def multiple_of(name: str, unit: int) -> Need:
     """The int field is a multiple of `unit`."""
     _known(name, "int")
-    return _of(name, f"a multiple of {unit}", lambda value: value % unit == 0)
+    return _field_need(name, f"a multiple of {unit}", lambda value: value % unit == 0)
 
 
 def extent_at_most(name: str, limit: int) -> Need:
     """The size is known to be at most `limit`."""
     _known(name, "Extent")
-    return _of(name, f"<= {limit}", lambda size: size.hi is not None and size.hi <= limit)
+    return _field_need(name, f"<= {limit}", lambda size: size.hi is not None and size.hi <= limit)
 
 
 def extent_at_least(name: str, limit: int) -> Need:
     """The size is known to be at least `limit`."""
     _known(name, "Extent")
-    return _of(name, f">= {limit}", lambda size: size.lo >= limit)
+    return _field_need(name, f">= {limit}", lambda size: size.lo >= limit)
 
 
 def arch(*families: int) -> Need:
     """CUDA, with a compute capability of one of `families` (90 for SM90)."""
     want = " | ".join(f"sm{f}" for f in families)
-    return _of("target", want, lambda target: target.device == "cuda" and target.arch in families)
+    return _field_need(
+        "target", want, lambda target: target.device == "cuda" and target.arch in families
+    )
 
 
 def arch_from(least: int) -> Need:
     """CUDA, with a compute capability of at least `least` (80 for SM80)."""
-    return _of(
+    return _field_need(
         "target",
         f"CUDA, sm{least} or newer",
         lambda target: target.device == "cuda" and target.arch >= least,
@@ -163,7 +160,9 @@ def without(*names: str) -> tuple[Need, ...]:
     for name in names:
         _known(name)
     return tuple(
-        _of(n, "none" if _TYPES[n] == "str" else "no", lambda value: value in (False, "none", None))
+        _field_need(
+            n, "none" if _TYPES[n] == "str" else "no", lambda value: value in (False, "none", None)
+        )
         for n in names
     )
 

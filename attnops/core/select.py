@@ -35,8 +35,13 @@ from attnops.measured import (
 from attnops.measured.cost import SCALED
 from attnops.measured.store import default_policy_key
 
-WORDS = ("kernel", "allow", "deny", "prefer")
+KERNEL_LISTS = ("kernel", "allow", "deny", "prefer")
 """The fields of a Policy that list kernels."""
+
+MOST = 8192
+"""Decisions that are kept: those that were made last."""
+_DECISIONS: dict[tuple[Any, ...], Decision] = {}
+_KEEPING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,9 @@ class Policy:
     @property
     def key(self) -> str:
         """The policy as the string that goes into the graph. Empty for the default policy."""
-        parts = [f"{word}={','.join(names)}" for word in WORDS if (names := getattr(self, word))]
+        parts = [
+            f"{word}={','.join(names)}" for word in KERNEL_LISTS if (names := getattr(self, word))
+        ]
         return ";".join(parts + ["deterministic"] * self.deterministic)
 
     def forced(self, op: str) -> str | None:
@@ -84,7 +91,7 @@ def parse_policy(key: str) -> Policy:
         name, _, text = part.partition("=")
         if name == "deterministic" and not text:
             values[name] = True
-        elif name in WORDS and text:
+        elif name in KERNEL_LISTS and text:
             values[name] = tuple(text.split(","))
         else:
             fail(
@@ -99,7 +106,7 @@ def parse_policy(key: str) -> Policy:
 
 
 def _check_names(policy: Policy) -> None:
-    for entry in chain.from_iterable(getattr(policy, word) for word in WORDS):
+    for entry in chain.from_iterable(getattr(policy, word) for word in KERNEL_LISTS):
         scope, _, name = entry.rpartition(":")
         known = tuple(kernels_of(scope)) if scope else kernel_names()
         if not known:
@@ -230,18 +237,19 @@ def select_by(
     """
     policy = policy if isinstance(policy, Policy) else parse_policy(policy)
     key = problem, policy, generation(), table, brief
-    if (kept := _DECISIONS.get(key)) is not None:
-        return kept
+    if (known := _DECISIONS.get(key)) is not None:
+        return known
     decision = _decide(problem, policy, table, brief)
     warns = decision.kernel is None and problem.step.repeatable == "warn"
-    if warns and not _has_failed(decision):
+    if warns and not has_failed(decision):
         anyhow = select_by(table, altered(problem, repeatable="no"), policy, brief)
         decision = replace(anyhow, problem=problem)
-    if _has_failed(decision):
+    if has_failed(decision):
         return decision
-    if len(_DECISIONS) >= MOST:
-        _DECISIONS.clear()
-    _DECISIONS[key] = decision
+    with _KEEPING:
+        if len(_DECISIONS) >= MOST:
+            del _DECISIONS[next(iter(_DECISIONS))]
+        _DECISIONS[key] = decision
     return decision
 
 
@@ -278,12 +286,7 @@ def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:
     )
 
 
-_DECISIONS: dict[tuple[Any, ...], Decision] = {}
-MOST = 8192
-"""Decisions that are kept."""
-
-
-def _has_failed(decision: Decision) -> bool:
+def has_failed(decision: Decision) -> bool:
     """Did a kernel fail to answer? The cause may pass, so such a decision is not kept."""
     return any(isinstance(reason, Failed) for reason in chain(*decision.refused.values()))
 

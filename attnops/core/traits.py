@@ -70,11 +70,10 @@ class Plan:
     """How a kernel plans for a batch.
 
     sizes: (length of a host's plan, bytes of the workspace) from its op's statics and the largest
-    sizes; see `attnops.ops.plan`.
+    sizes; see `attnops.ops.plan_sizes`.
     device: takes the op's arguments by name and returns the `plan` that the kernel reads on the
-    device, made once a step and timed with
-        the kernel. Without one the kernel makes the same in every layer: `cost_us` tells the two
-        apart by `Problem.step.plan`.
+        device, made once a step and timed with the kernel. Without one the kernel makes the same in
+        every layer: `cost_us` tells the two apart by `Problem.step.plan`.
     """
 
     sizes: Callable[..., tuple[int, int]] | None = None

@@ -74,7 +74,7 @@ def octaves(a: float, b: float) -> float:
 
 def _distance(kind: Problem, p: Problem) -> float:
     """The weights below count octaves."""
-    if not _speaks_for(kind, p):
+    if not _may_speak_for(kind, p):
         return inf
     own, rules, decode = kind.rules, p.rules, decodes(kind)
     return (
@@ -88,16 +88,16 @@ def _distance(kind: Problem, p: Problem) -> float:
     )
 
 
-def _speaks_for(kind: Problem, p: Problem) -> bool:
+def _may_speak_for(kind: Problem, p: Problem) -> bool:
     if (
         not _has_heads(p)
         or p.rules.mask != "none"
         or p.rules.attention_chunk
-        or _sort(kind) != _sort(p)
+        or _must_match(kind) != _must_match(p)
     ):
         return False
     # The forward of a training step speaks for such calls only.
-    if kind.results.lse > p.results.lse:
+    if kind.results.lse and not p.results.lse:
         return False
     # Where equal sizes say that no mask must be written out.
     by_sizes = not decodes(kind) and kind.rules.causal and not kind.rules.kv_range
@@ -110,8 +110,8 @@ def _dims(kind: Problem, p: Problem) -> tuple[tuple[int, int], ...]:
     return (kind.head_dim, p.head_dim), (kind.v_head_dim, p.v_head_dim)
 
 
-def _sort(p: Problem) -> tuple[object, ...]:
-    """What no kind speaks for unless it is its own."""
+def _must_match(p: Problem) -> tuple[object, ...]:
+    """A kind speaks only for calls with the same of these."""
     return (
         p.rope_dim,
         p.rules.kv_range,

@@ -98,11 +98,9 @@ class Written(Filled):
 
     def filled(self, pool: Any) -> tuple[dict[str, int], dict[str, Any]]:
         """Slots."""
-        n, pages, at = (
-            self.tokens,
-            max(2 * -(-self.tokens // self.page), 64),
-            torch.arange(self.tokens, device=pool.device),
-        )
+        n = self.tokens
+        pages = max(2 * -(-self.tokens // self.page), 64)
+        at = torch.arange(self.tokens, device=pool.device)
         order = torch.randperm(pages, generator=pool.generator, device=pool.device)
         slots = (
             order[at] * self.page + 7 * at % self.page

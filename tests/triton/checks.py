@@ -38,11 +38,9 @@ def mode(name: str) -> Iterator[None]:
 
     before = grids.LEAST_KEYS, grids.LEAST_LATENTS, grids.SPLIT_KEYS, gpu.INTERPRETED
     if name == "split":
-        grids.LEAST_KEYS, grids.LEAST_LATENTS, gpu.INTERPRETED = (
-            1,
-            1,
-            gpu.INTERPRETED._replace(multiprocessors=16),
-        )
+        grids.LEAST_KEYS = 1
+        grids.LEAST_LATENTS = 1
+        gpu.INTERPRETED = gpu.INTERPRETED._replace(multiprocessors=16)
     if name == "deterministic":
         grids.SPLIT_KEYS = 128
     attention._launches.cache_clear()

@@ -102,11 +102,9 @@ OTHERS += [(X[4:], True), (X[1:], False), (X.double(), False), (None, False)]
 @pytest.mark.parametrize(("other", "alike"), OTHERS, ids=str)
 def test_launches_of_one_compiled_kernel_are_compiled_once(other, alike):
     """Numbers that Triton tells apart, addresses and dtypes make another kernel."""
-    compiler, kernel, given = (
-        Compiler(held=True),
-        Kernel(),
-        {"rows": 32, "WIDE": 8, "num_stages": 2},
-    )
+    compiler = Compiler(held=True)
+    kernel = Kernel()
+    given = {"rows": 32, "WIDE": 8, "num_stages": 2}
     second = (kernel, X, given | other) if isinstance(other, dict) else (kernel, other, given)
     found = begun(Beside(compiler), (kernel, X, given), second)
     compiler.free.set()

@@ -39,10 +39,8 @@ def test_parts_are_bounded(op):
         else f
     )
     for q_lens in ((1, 1, 0, 1, 1), (1, 20, 2, 7, 1)):
-        call, results = (
-            make_call(op, Source(4), q_lens, (270, 130, 90, 140, 17), 16, f, padding=3),
-            [],
-        )
+        call = make_call(op, Source(4), q_lens, (270, 130, 90, 140, 17), 16, f, padding=3)
+        results = []
         for most in (1 << 30, 1 << 15, 1):
             given = call.map(
                 lambda n, t: torch.full_like(t, float("nan")) if n in ("output", "lse") else t

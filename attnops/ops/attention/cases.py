@@ -27,11 +27,9 @@ from attnops.ops.case_data import (
     crossed,
 )
 
-causal, half, causal_half = (
-    partial(F, causal=True),
-    partial(F, dtype=BF16),
-    partial(F, dtype=BF16, causal=True),
-)
+causal = partial(F, causal=True)
+half = partial(F, dtype=BF16)
+causal_half = partial(F, dtype=BF16, causal=True)
 float8 = partial(half, q_dtype=E4M3, kv_dtype=E4M3)
 # One feature at a time, then together; the last rows have the head dims and dtypes that GPU kernels
 # are built for.
@@ -241,10 +239,8 @@ MERGES_OF_MANY: Rows = {
 }
 
 
-DENSE_ROWS, VARLEN_ROWS = (
-    on_shapes(DENSE, DENSE_SHAPES) | at(DENSE, MASKS),
-    on_shapes(VARLEN, VARLEN_SHAPES),
-)
+DENSE_ROWS = on_shapes(DENSE, DENSE_SHAPES) | at(DENSE, MASKS)
+VARLEN_ROWS = on_shapes(VARLEN, VARLEN_SHAPES)
 DENSE_GRADIENTS = _gradients(DENSE, DENSE_SHAPES, "plain", "causal", "mask_additive") | {
     f"{n}-mask_grad": (*DENSE, f, {"mask_grad": True})
     for n, f in (FEATURES | MASKS).items()

@@ -36,10 +36,8 @@ def _experts(t: Any, results: Results) -> Allowed:
     expected, index, x = results["output"], t.top_k_index, t.x.double()
     (count, _, inner), k, u = t.down.shape, index.shape[1], roundoff(t.x.dtype)
     a, half = min(u, roundoff(torch.float32)), step(t.x.dtype)
-    total, squares = (
-        u * expected.double().abs() + (k + 1) * half,
-        torch.zeros_like(expected, dtype=torch.float64),
-    )
+    total = u * expected.double().abs() + (k + 1) * half
+    squares = torch.zeros_like(expected, dtype=torch.float64)
 
     for e in index.unique().tolist():
         if not 0 <= e < count:

@@ -311,18 +311,14 @@ def _crossover(layer: LatentForms, registered: int, table: Table | None) -> int:
 def _absorbed(
     layer: LatentForms, queries: int, table: Table | None, brief: bool = False
 ) -> tuple[float, Decision]:
-    d, tokens, heads, width = (
-        layer.dims,
-        REQUESTS * queries,
-        layer.expanded.q_heads,
-        layer.expanded.dtype.itemsize,
-    )
+    d = layer.dims
+    tokens = REQUESTS * queries
+    heads = layer.expanded.q_heads
+    width = layer.expanded.dtype.itemsize
     sizes = _sizes(queries, queries if layer.before is False else queries + PREFIX)
     decision = select_by(table, altered(layer.absorbed, sizes=sizes), layer.policies[0], brief)
-    weights, rows = (
-        heads * d.latent * (d.nope + d.v),
-        tokens * heads * (d.nope + d.v + 2 * d.latent),
-    )
+    weights = heads * d.latent * (d.nope + d.v)
+    rows = tokens * heads * (d.nope + d.v + 2 * d.latent)
     return _us(decision) + _product_us(
         layer, 2.0 * tokens * weights, width * (weights + rows), launches=2
     ), decision

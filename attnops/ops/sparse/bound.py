@@ -39,10 +39,8 @@ def _packed(call: Any, results: Results) -> Compared:
     step = (stored(groups / scale[..., None], torch.float8_e4m3fn)[1] * scale[..., None]).flatten(
         -2
     )
-    numbers, allowed = (
-        unpack(rows, latent.shape[1], k_pe.shape[1], torch.float64),
-        torch.cat([step, k_pe.abs() * 2.0**-8], -1),
-    )
+    numbers = unpack(rows, latent.shape[1], k_pe.shape[1], torch.float64)
+    allowed = torch.cat([step, k_pe.abs() * 2.0**-8], -1)
     return {
         "scale": (found, scale, 0.0),
         "latent_pages": (numbers, torch.cat([latent, k_pe], -1), allowed),

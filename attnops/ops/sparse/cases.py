@@ -189,13 +189,11 @@ def _listed(
     twice: slots may repeat.
     whole: the query's two parts are views of one tensor. gap: rows of NaN between pages.
     """
-    source, f, topk, tokens, (pages, page) = (
-        scene.source,
-        scene.f,
-        scene.sizes["topk"],
-        len(counts),
-        pool,
-    )
+    source = scene.source
+    f = scene.f
+    topk = scene.sizes["topk"]
+    tokens = len(counts)
+    pages, page = pool
     query = source.query((tokens, f.q_heads, f.head_dim), f)
     given: Given = dict(zip(("q_nope", "q_pe"), parts(query, f, whole), strict=True))
     if packed:
