@@ -164,10 +164,8 @@ def arguments(device: Any) -> tuple[tuple[Any, ...], Row]:
     import torch
 
     some = torch.Generator(device).manual_seed(0)
-    dtype, table = (
-        torch.bfloat16,
-        torch.randperm(512, generator=some, device=device).reshape(8, 64).int(),
-    )
+    dtype = torch.bfloat16
+    table = torch.randperm(512, generator=some, device=device).reshape(8, 64).int()
     query = torch.randn(8, 32, 128, generator=some, device=device, dtype=dtype)
     pages = [
         torch.randn(512, 16, 8, 128, generator=some, device=device, dtype=dtype) for _ in range(2)

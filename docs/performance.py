@@ -179,10 +179,8 @@ def performance_full(root: Path = ROOT) -> str:
             if suite.name not in reports:
                 continue
             report = reports[suite.name]
-            run, file = (
-                source(report),
-                f"[{suite.stem}.json](../benchmarks/results/{machine}/{suite.stem}.json)",
-            )
+            run = source(report)
+            file = f"[{suite.stem}.json](../benchmarks/results/{machine}/{suite.stem}.json)"
             said = f"`{command(report)}`, {file}. {'The same run' if run == before else run}."
             parts.append(f"### {suite.name}: {suite.about}\n\n{said}\n\n{rows(report)}")
             before = run

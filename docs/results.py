@@ -230,17 +230,15 @@ def why_left(data: Report) -> str:
 def direct(data: Report) -> str:
     """Our compiled ops against the vendors' calls."""
     rows, left_out = [], set()
-    for case, found in data["cases"].items():
+    for case, found in data.get("cases", {}).items():
         left_out |= {f"`{name}`: {why}" for name, why in found.get("left_out", {}).items()}
         for name, figures in sorted(found["gpu"].items()):
             if name.startswith("eager.") or gone(name):  # rows of files from before the eager cache
                 continue
             more = ratio = "-"
             if against := found.get("against", {}).get(name):
-                more, ratio = (
-                    f"{against['more_device_kernels']:+d}",
-                    f"{against['ratio']:.3f} of `{against['direct']}`",
-                )
+                more = f"{against['more_device_kernels']:+d}"
+                ratio = f"{against['ratio']:.3f} of `{against['direct']}`"
             count = len(found.get("device_kernels", {}).get(name, []))
             rate = f"{figures['rate']:.4g} {found['unit']}"
             rows.append(
@@ -456,7 +454,7 @@ def _rows(files: dict[str, Report]) -> list[Cells]:
     right = f"{sum(not n['wrong'] for n in ran)} of {len(ran)}" if ran else "-"
     cases = f"{sum(f['cases'] for f in figures):,} / {sum(map(left, figures)):,}" if ran else "-"
     timed = files.get("kernel_times", {"rows": []})["rows"]
-    vendors, kernels = (_automatic_over(timed, ours) for ours in (False, True))
+    vendors, kernels = (_automatic_over(timed, which) for which in (_direct, _ours))
     times = (
         (
             f"{vendors[0]:.2f} to {vendors[-1]:.2f}, median {statistics.median(vendors):.2f} of "
@@ -515,9 +513,17 @@ def changed(files: dict[str, Report]) -> str:
     return f"{sum(map(bool, best.values()))} of {len(best)}" if best else "-"
 
 
-def _automatic_over(rows: Iterable[Report], ours: bool) -> list[float]:
-    """The time of what was chosen over that of the fastest of our kernels, or of the vendors'
-    calls, for each case with both, in order."""
+def _direct(way: str) -> bool:
+    return way.startswith("direct.")
+
+
+def _ours(way: str) -> bool:
+    return "." not in way and way not in ("automatic", "deterministic")
+
+
+def _automatic_over(rows: Iterable[Report], which: Callable[[str], bool]) -> list[float]:
+    """The time of what was chosen over that of the fastest of some ways, for each case that has
+    both, in order."""
     chosen, fastest = dict[str, float](), defaultdict[str, float](lambda: float("inf"))
     for row in rows:
         case, way, us = row["case"], row["way"], row.get("median_us")
@@ -525,6 +531,6 @@ def _automatic_over(rows: Iterable[Report], ours: bool) -> list[float]:
             continue
         if way == "automatic":
             chosen[case] = us
-        elif way.startswith("direct.") if not ours else "." not in way and way != "deterministic":
+        elif which(way):
             fastest[case] = min(fastest[case], us)
     return sorted(us / fastest[case] for case, us in chosen.items() if case in fastest)

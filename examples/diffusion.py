@@ -28,10 +28,8 @@ def denoise(
     """Images of a text each, `[B, C, H, W]`. texts: `[B, S, E]`, mask: bool `[B, S]`."""
     scheduler = DDIMScheduler()
     scheduler.set_timesteps(steps)
-    size, some = (
-        (unet.config.in_channels, *[unet.config.sample_size] * 2),
-        torch.Generator().manual_seed(0),
-    )
+    size = (unet.config.in_channels, *[unet.config.sample_size] * 2)
+    some = torch.Generator().manual_seed(0)
     images = torch.randn(size, generator=some).to(texts).expand(len(texts), *size)
     for timestep in scheduler.timesteps:
         noise = unet(

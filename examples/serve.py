@@ -69,10 +69,8 @@ def serve(
 def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, asked = (
-        Decoder().requires_grad_(False).to(device),
-        [(torch.randint(100, (n,)).tolist(), 17 - n) for n in (5, 11, 3, 9, 1, 14)],
-    )
+    model = Decoder().requires_grad_(False).to(device)
+    asked = [(torch.randint(100, (n,)).tolist(), 17 - n) for n in (5, 11, 3, 9, 1, 14)]
     cache = PagedCache(
         2,
         12,

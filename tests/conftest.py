@@ -83,10 +83,8 @@ def skip_on_gpu(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     # One line a file says so.
-    count, first = (
-        Counter(item.path for item in on_gpu),
-        {item.path: item for item in reversed(on_gpu)},
-    )
+    count = Counter(item.path for item in on_gpu)
+    first = {item.path: item for item in reversed(on_gpu)}
     for path, item in first.items():
         item.add_marker(
             pytest.mark.skip(

@@ -136,10 +136,8 @@ def formula(call: Call) -> tuple[Tensor, Tensor]:
         return output, lse
     cu_q, cu_k = t["cu_seqlens_q"].tolist(), t["cu_seqlens_k"].tolist()
     rest = query.shape[0] - cu_q[-1]
-    outputs, lses = (
-        [query.new_zeros(rest, query.shape[1], t["value"].shape[2])],
-        [query.new_full((rest, query.shape[1]), -INF)],
-    )
+    outputs = [query.new_zeros(rest, query.shape[1], t["value"].shape[2])]
+    lses = [query.new_full((rest, query.shape[1]), -INF)]
     for b in reversed(range(len(cu_q) - 1)):
         q, k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         m = None if mask is None else mask[None, q, : k.stop - k.start]
@@ -153,10 +151,8 @@ def formula(call: Call) -> tuple[Tensor, Tensor]:
 def gradients(call: Call) -> dict[str, Tensor]:
     """The results of a `*_backward` call by name: gradients of the formula in float64, `[0]` where
     there is none."""
-    given, own = (
-        dict(clean(call).arguments),
-        ("grad_output", "grad_lse", "output", "lse", "mask_grad"),
-    )
+    given = dict(clean(call).arguments)
+    own = ("grad_output", "grad_lse", "output", "lse", "mask_grad")
     asked = {
         n for n in LEAVES if given.get(n) is not None and (n != "mask" or given.get("mask_grad"))
     }

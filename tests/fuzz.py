@@ -69,11 +69,9 @@ def drawn(
             ),
             lse_grad=lse_grad,
         )
-    batch, queries, keys = (
-        draw.randint(fewest, 3),
-        least + draw.choice(lengths),
-        least + draw.choice(lengths),
-    )
+    batch = draw.randint(fewest, 3)
+    queries = least + draw.choice(lengths)
+    keys = least + draw.choice(lengths)
     queries = keys if draw.random() < 0.6 else queries
     ends = [sorted((draw.randint(0, keys), draw.randint(0, keys))) for _ in range(batch)]
     ranged = draw.random() < 0.2

@@ -41,11 +41,9 @@ def within(starts: Tensor, chosen: Sequence[int]) -> Tensor:
 def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
     """The call of these requests alone, in a page table of `columns` more columns. What is written
     is NaN beforehand."""
-    held, named, source = (
-        call.held(),
-        {a.holds: a.name for a in call.spec.args},
-        Source(device=rows_of(call, chosen).device),
-    )
+    held = call.held()
+    named = {a.holds: a.name for a in call.spec.args}
+    source = Source(device=rows_of(call, chosen).device)
     rows = {"T": rows_of(call, chosen), "B": torch.tensor(list(chosen), device=source.device)}
     new: dict[str, Any] = {}
     for role, starts in held.items():

@@ -58,10 +58,8 @@ STEPS = table.WAYS["training_steps"]
 def reports_of(tmp_path_factory) -> Any:
     """(reports of all suites, what was printed, the folder of files). Dynamo hands graphs to
     itself: nothing is timed well."""
-    folder, console = (
-        tmp_path_factory.mktemp("bench"),
-        Console(width=150, record=True, file=io.StringIO()),
-    )
+    folder = tmp_path_factory.mktemp("bench")
+    console = Console(width=150, record=True, file=io.StringIO())
     every = tuple(suite.name for suite in suites.SUITES)
     reports = command.run(
         console, every, Setup(CPU, quick=True, backend="eager"), out=folder, commit="c0ffee"

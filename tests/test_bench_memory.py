@@ -38,10 +38,8 @@ def test_a_model_that_does_not_fit_is_refused_with_the_number(monkeypatch, gib, 
         models.build(replace(SETUP, layers=layers), SHAPE)
 
 
-LINUX, GROUP = (
-    {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:    64 kB\n"},
-    "sys/fs/cgroup/memory.max",
-)
+LINUX = {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:    64 kB\n"}
+GROUP = "sys/fs/cgroup/memory.max"
 OLDER = "sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
@@ -69,10 +67,8 @@ def test_what_is_free_on_a_cpu_is_what_a_process_may_take(tmp_path, files, want)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_what_is_needed_counts_caches_and_shared_weights_once(name):
     made, model = models.config(SETUP, name), models.build(SETUP, name)
-    weights, head = (
-        sum(p.nbytes for p in model.parameters()),
-        model.get_output_embeddings().weight.nbytes,
-    )
+    weights = sum(p.nbytes for p in model.parameters())
+    head = model.get_output_embeddings().weight.nbytes
     assert (
         models.needed(SETUP, made, None)
         == int(models.SPARE * (weights + 2 * head)) + models.OVERHEAD

@@ -88,10 +88,8 @@ def chosen_again(data, table):
     known = {held.name: held for held in choices.held_out(1000)}
     rows = []
     for timed in data["calls"]:
-        (q, k), batch = (
-            (dict.fromkeys(map(str, timed[n])) for n in ("queries", "keys")),
-            timed["batch"],
-        )
+        q, k = (dict.fromkeys(map(str, timed[n])) for n in ("queries", "keys"))
+        batch = timed["batch"]
         held = known[f"{timed['family']} {batch}x{'-'.join(q)} of {'-'.join(k)}"]
         rows.append(
             timed
@@ -158,10 +156,8 @@ def test_a_kernel_that_is_wrong_is_no_candidate(monkeypatch):
     assert choices.failure(sdpa, call) == "" and choices.failure(wrong, call).startswith(
         "wrong: off by"
     )
-    stopwatch, checked = (
-        Stopwatch(lambda kernel, call, run: us[kernel.name]),
-        dict[str, list[str]](),
-    )
+    stopwatch = Stopwatch(lambda kernel, call, run: us[kernel.name])
+    checked = dict[str, list[str]]()
     some = (sdpa, wrong, kernels["reference"])
     monkeypatch.setattr(
         stopwatch, "candidates", lambda call: [(kernel, call, None) for kernel in some]

@@ -51,10 +51,8 @@ def explained(*arguments):
 )
 def test_linears_of_a_decode_step_are_explained(model, batch, kernel, counts):
     """By measured times and the sizes of the config, without experts and latents."""
-    config, h200 = (
-        models.config_of(model).get_text_config(decoder=True),
-        Target.parse("h200", ("triton",)),
-    )
+    config = models.config_of(model).get_text_config(decoder=True)
+    h200 = Target.parse("h200", ("triton",))
     sites = list(linear_sites(config, torch.bfloat16, batch, h200))
     assert [site.count for site in sites] == counts
     assert {site.decision.kernel.name for site in sites} <= {kernel}

@@ -133,10 +133,8 @@ def test_a_kernel_of_another_package_has_no_record_and_ranks_by_its_cost(file):
     triton, us = kernels_of("paged_attention")["triton"], [1.0]
     facts = {"takes": triton.takes, "dtypes": triton.dtypes, "cost_us": lambda p: us[0]}
     other = register(Kernel("of_another_package", "paged_attention", lambda call: None, **facts))
-    problem, policy = (
-        problems("paged_attention", B200)[0],
-        f"allow={other.name},paged_attention:triton",
-    )
+    problem = problems("paged_attention", B200)[0]
+    policy = f"allow={other.name},paged_attention:triton"
     try:
         assert select(problem, policy).kernel is other
         us[0] = 1e9

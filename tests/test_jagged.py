@@ -155,10 +155,8 @@ def test_compiled(name, whole):
     compiled, counts = torch.compile(model, backend=counter, fullgraph=whole, dynamic=True), set()
     for lengths in (LENGTHS, (3, 9, 2), (4, 4, 1, 7, 6)) if whole else (LENGTHS,):
         x = values(E, lengths=lengths)
-        given, more = (
-            nested_tensor_from_jagged(x, offsets(lengths)),
-            {"max_seqlen": max(lengths)} if whole else {},
-        )
+        given = nested_tensor_from_jagged(x, offsets(lengths))
+        more = {"max_seqlen": max(lengths)} if whole else {}
         got, want = (run(given, **more).values() for run in (compiled, model))
         close(got, want)
         close(gradients(model, got, x), gradients(model, want, x))

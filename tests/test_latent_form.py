@@ -184,10 +184,8 @@ def test_explain_shows_the_form(target):
 
 
 def test_explain_of_a_prompt_and_of_a_limit():
-    prompt, limited = (
-        explained(0, 120, "sm90"),
-        explained(9, 4, "sm100", absorb=3, prefix_tokens=64),
-    )
+    prompt = explained(0, 120, "sm90")
+    limited = explained(9, 4, "sm100", absorb=3, prefix_tokens=64)
     assert prompt.forms[0].decision.form == limited.forms[0].decision.form == EXPANDED
     assert {c.split(".")[0] for c in prompt.chosen()} == {"write_latent", "varlen_attention"}
     assert "(asked for)" in str(limited) and "merge_state" in str(limited)

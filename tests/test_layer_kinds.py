@@ -106,10 +106,8 @@ def test_autocast(kind):
         else keys.cache_for(layer.attention, dtype=torch.bfloat16)
     )
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        dense, paged = (
-            layer(x),
-            layer(x[0], batch=cache.batch([cache.alloc()], 6), **pages_of(cache)),
-        )
+        dense = layer(x)
+        paged = layer(x[0], batch=cache.batch([cache.alloc()], 6), **pages_of(cache))
     close(dense.float(), layer(x), 0.25)
     close(paged, dense[0], 0.1)
 
@@ -124,10 +122,8 @@ def test_dense_and_packed(kind):
         close(compiled(x), model(x), 1e-5)
     assert counter.frame_count == 2
     for lengths in ([3, 5, 2], [4, 4, 9, 1], [7, 2], [11, 2, 2, 2, 6]):
-        x, form = (
-            torch.randn(sum(lengths), E),
-            {"cu_seqlens": cu(lengths), "max_seqlen": max(lengths)},
-        )
+        x = torch.randn(sum(lengths), E)
+        form = {"cu_seqlens": cu(lengths), "max_seqlen": max(lengths)}
         close(compiled(x, **form), model(x, **form), 1e-5)
     assert counter.frame_count == 4
 

@@ -141,10 +141,8 @@ def test_the_index_page(made):
     run(sys.executable, "-m", "twine", "check", "--strict", *map(str, made.names), cwd=made.tree)
     with zipfile.ZipFile(made.names[0]) as archive:
         metadata = Parser().parsestr(archive.read("attnops-0.2.0.dist-info/METADATA").decode())
-    page, home = (
-        metadata.get_payload(),
-        dict(line.split(", ") for line in metadata.get_all("Project-URL"))["Homepage"],
-    )
+    page = metadata.get_payload()
+    home = dict(line.split(", ") for line in metadata.get_all("Project-URL"))["Homepage"]
     targets = re.findall(r"""(?:\]\(|src(?:set)?="|href=")([^)"\s]+)""", FENCE.sub("", page))
     assert len(targets) > 5 and all(
         target.startswith(("https://", "http://", "#")) for target in targets

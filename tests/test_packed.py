@@ -17,11 +17,9 @@ class Attention(nn.Module):
     def __init__(self, bias=True):
         super().__init__()
         more = {"bias": bias}
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(K, 32, **more),
-            nn.Linear(K, 16, **more),
-            nn.Linear(K, 16, **more),
-        )
+        self.q_proj = nn.Linear(K, 32, **more)
+        self.k_proj = nn.Linear(K, 16, **more)
+        self.v_proj = nn.Linear(K, 16, **more)
         self.norm = nn.LayerNorm(16)
         self.o_proj = nn.Linear(16, K, **more)
 

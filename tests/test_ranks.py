@@ -136,10 +136,8 @@ def test_a_roofline():
     pace = Roofline(10.0, 0.5, 0.25, key_us=0.01, keys=1000)
     problem = problem_of(STEP, [1] * 8, [4096] * 8, H200)
     needs, rates = work(STEP, sizes_of(problem)), RATES["NVIDIA H200"]
-    moved, done = (
-        needs.bytes / (0.5 * rates.bandwidth * 1e6),
-        needs.flops / (0.25 * rates.matmul * 1e6),
-    )
+    moved = needs.bytes / (0.5 * rates.bandwidth * 1e6)
+    done = needs.flops / (0.25 * rates.matmul * 1e6)
     assert pace(problem) == pytest.approx(10 + math.hypot(moved, done, 10.0))
     assert replace(pace, bandwidth=1.0)(problem) < pace(problem) < replace(pace, keys=2000)(problem)
     slower = replace(problem, target=Target("cuda", 90, gpu="NVIDIA H100 80GB HBM3"))

@@ -51,11 +51,9 @@ def frequencies(truncate):
 )
 def test_yarn(more, factor, interleaved):
     rope = RotaryEmbedding(D, THETA, **YARN, **more, interleaved=interleaved)
-    q, k, at = (
-        torch.randn(5, 3, D).double(),
-        torch.randn(5, 1, D).double(),
-        torch.tensor([0, 1, 60, 200, 511]),
-    )
+    q = torch.randn(5, 3, D).double()
+    k = torch.randn(5, 1, D).double()
+    at = torch.tensor([0, 1, 60, 200, 511])
     turns = frequencies(more.get("truncate", True))
     for got, x in zip(rope(q, k, at), (q, k), strict=True):
         close(got, turned(x, at, turns, interleaved, factor), 1e-9)

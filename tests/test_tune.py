@@ -276,10 +276,11 @@ def test_plans_and_workspaces_are_made_and_their_time_kept_apart(lab, now, monke
     lab("a", op="paged_attention")
     lab("planner", op="paged_attention", needs=(needs_plan,))
     lab("hopeless", op="paged_attention", needs=(needs_plan, *without("causal")))
-    made, buffers_of = (
-        [],
-        {"plan": torch.zeros(4, dtype=torch.int64), "workspace": torch.zeros(8, dtype=torch.uint8)},
-    )
+    made = []
+    buffers_of = {
+        "plan": torch.zeros(4, dtype=torch.int64),
+        "workspace": torch.zeros(8, dtype=torch.uint8),
+    }
 
     def equip(kernel, call):
         made.append(kernel.name)

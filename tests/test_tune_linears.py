@@ -147,10 +147,8 @@ def test_the_choice_is_that_of_the_measured_times(rows, chosen):
 
 
 def test_times_grow_with_the_weight_and_scale_to_a_sibling():
-    made, kernels = (
-        table(grid(NEAR[0], {"triton": FAST, "aten": SLOW})),
-        [kernels_of("linear")["aten"]],
-    )
+    made = table(grid(NEAR[0], {"triton": FAST, "aten": SLOW}))
+    kernels = [kernels_of("linear")["aten"]]
     us = [
         costs(problem(outs, 4096, *RESIDUAL), kernels, made)["aten"].us
         for outs in (2048, 4096, 8192)

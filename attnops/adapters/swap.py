@@ -65,13 +65,11 @@ class Swapped(Handle):
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any], sites: list[Site]) -> None:
-        self._held, self.options, self.kernel, self.sites, self.active = (
-            model,
-            options,
-            options["kernel"],
-            sites,
-            False,
-        )
+        self._held = model
+        self.options = options
+        self.kernel = options["kernel"]
+        self.sites = sites
+        self.active = False
         self._rows = tuple(
             Row(
                 site.path,

@@ -89,14 +89,10 @@ class Setup:
     def shares(self, us: float, **work: float) -> dict[str, float]:
         """By figure the bytes or operations that are done in `us`, 0 where unknown, as a share of
         the ceiling measured in this run."""
-        tera = {
-            figure: done / us / 1e6
-            for figure, done in work.items()
-            if done and CEILINGS[figure] in self.ceilings
-        }
         return {
-            figure: round(rate / self.ceilings[CEILINGS[figure]], 4)
-            for figure, rate in tera.items()
+            figure: round(done / us / 1e6 / ceiling, 4)
+            for figure, done in work.items()
+            if done and (ceiling := self.ceilings.get(CEILINGS[figure]))
         }
 
     def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -394,10 +394,8 @@ class HeldOut:
         names = tuple(
             {n: None for op in self.families[family] for n in kernels_of(op) if n not in left}
         )
-        stopwatch, table = (
-            Stopwatch(clock_for(setup.device), self.first_s, names),
-            in_force(Target.of(setup.device)).table,
-        )
+        stopwatch = Stopwatch(clock_for(setup.device), self.first_s, names)
+        table = in_force(Target.of(setup.device)).table
         start = time.monotonic()
         for held in self.held_out(self.count[setup.size] * len(self.families)):
             spent = time.monotonic() - start - (stopwatch.starting_s if self.apart else 0.0)

@@ -99,7 +99,7 @@ SWITCH = "steps are compiled"
 def cases(setup: Setup) -> dict[str, Case]:
     """All changes of a way, and another adapter, at the first prompt of each model of the suite
     `generate`."""
-    measured: Row = models.over(setup, "cliffs", measure)
+    measured: dict[str, Any] = models.over(setup, "cliffs", measure)
     asked = [(way, adapters) for way in ways.here(setup, "cliffs") for adapters in (False, True)]
     return {
         f"{case}, {way}" + (f", {ADAPTER}" if adapters else ""): partial(

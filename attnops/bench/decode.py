@@ -228,7 +228,7 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     prompt = models.tokens(setup, model, *point)
     before = point.context - torch.tensor(lengths, device=setup.device)[:, None]
     mask = (torch.arange(point.context, device=setup.device) >= before).long()
-    given: Row = (
+    given: dict[str, Any] = (
         {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
         if len(lengths) > 1
         else {}
@@ -283,7 +283,7 @@ def flop_of(model: Any, lengths: list[int]) -> int:
     )
 
 
-def _prompt(setup: Setup, model: Any, prompt: Tensor, given: Row, how: How) -> Way:
+def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], how: How) -> Way:
     """The prompt over pages, whose compiled layers every call finds compiled, and captured where
     they are."""
     one, handle = models.patched(model, how)
@@ -315,10 +315,8 @@ def profiled(timed: Timed) -> Row:
 def shares(kernels: list[Ran]) -> dict[str, float]:
     """Microseconds by kind, and `gaps`. Overlapping time counts for the kernel that started first:
     the other waits for it."""
-    found, at = (
-        {"matmul": 0.0, "attention": 0.0, "glue": 0.0, "gaps": 0.0},
-        min(kernels, default=(0.0,))[0],
-    )
+    found = {"matmul": 0.0, "attention": 0.0, "glue": 0.0, "gaps": 0.0}
+    at = min(kernels, default=(0.0,))[0]
     for start, end, name in sorted(kernels):
         kind = next(
             (kind for pattern, kind in KINDS.items() if re.search(pattern, name, re.IGNORECASE)),

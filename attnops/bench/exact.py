@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnops import testing
-from attnops.bench.rows import Row, Way
+from attnops.bench.rows import Way
 from attnops.testing.calls import Call
 from attnops.testing.error_bounds import allowance
 from attnops.tune.clock import Run, Timed
@@ -50,7 +50,8 @@ def exact(call: Call) -> tuple[Tensor, float, Part]:
 def oracle(call: Call) -> tuple[Tensor, float]:
     """(the result in float64, the error allowed to a kernel)."""
     result = call.spec.output or call.spec.results[0].name
-    found = testing.oracle(call)[result]
+    # The oracle copies whole storages, and the tensors of a suite are views of one large one.
+    found = testing.oracle(call.map(lambda _, t: t.clone()))[result]
     return found.flatten(0, -3), float(
         torch.as_tensor(allowance(call, {result: found})[result]).max()
     )
@@ -74,7 +75,9 @@ def _some_rows(call: Call) -> tuple[Call, Part]:
 
     if dense:
         return call.map(lambda n, t: _of_first(spec[n].layout, t, batch, queries)), part
-    given: Row = {n: part(t) for n, t in call.tensors().items() if spec[n].layout[0].text == "T"}
+    given: dict[str, Any] = {
+        n: part(t) for n, t in call.tensors().items() if spec[n].layout[0].text == "T"
+    }
     for role, value in _first_requests(held, batch, queries).items():
         given |= dict.fromkeys(spec.roles.get(role, ()), value)
     for role, taken in _first_keys(held, batch).items():
@@ -89,7 +92,7 @@ def _of_first(layout: Any, t: Tensor, batch: int, queries: int) -> Tensor:
     return t[:batch, -queries:] if len(layout) > 1 and layout[1].text == "S" else t[:batch]
 
 
-def _first_requests(held: Row, batch: int, queries: int) -> Row:
+def _first_requests(held: dict[str, Any], batch: int, queries: int) -> dict[str, Any]:
     """What arguments hold of the first requests, with as many new tokens each."""
     ends = torch.arange(batch + 1, device=held["starts_of_queries"].device, dtype=torch.int32)
     found = {"starts_of_queries": ends * queries, "most_queries": queries}
@@ -103,7 +106,7 @@ def _first_requests(held: Row, batch: int, queries: int) -> Row:
     }
 
 
-def _first_keys(held: Row, batch: int) -> dict[str, Part]:
+def _first_keys(held: dict[str, Any], batch: int) -> dict[str, Part]:
     """By role, what takes the keys of the first requests: their pages in order, or their rows."""
     if "page_ids" not in held:
         return {"keys": lambda t: t[: batch * held["most_keys"]]}

@@ -69,7 +69,7 @@ def arguments(setup: Setup, model: Any, point: Point) -> Row:
     """Of `generate()` with a random prompt."""
     prompt = models.tokens(setup, model, point.batch, point.context)
     # No token has the end's id, so that all calls are equally long, and the stopping test is made.
-    given: Row = {
+    given: dict[str, Any] = {
         "max_new_tokens": NEW[setup.size],
         "do_sample": False,
         "pad_token_id": 0,

@@ -25,7 +25,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from attnops.bench import Setup
 from attnops.bench.exact import exact, way
-from attnops.bench.rows import Case, Row, Rows, Way, Ways, largest_error, time_if_right, with_ratios
+from attnops.bench.rows import Case, Rows, Way, Ways, largest_error, time_if_right, with_ratios
 from attnops.cache import LatentCache, PagedBatch
 from attnops.configs import config_of
 from attnops.hf.cache.names import argument
@@ -118,10 +118,8 @@ class Filled:
     def __init__(self, latents: Tensor, dim: int) -> None:
         # transformers' layer rotates pairs and writes them apart, ours leaves them where they are.
         k_pe = latents[:, None, :, dim:]
-        self.keys, self.values = (
-            latents[:, None, :, :dim].contiguous(),
-            torch.cat([k_pe[..., 0::2], k_pe[..., 1::2]], -1),
-        )
+        self.keys = latents[:, None, :, :dim].contiguous()
+        self.values = torch.cat([k_pe[..., 0::2], k_pe[..., 1::2]], -1)
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """As transformers calls it."""
@@ -131,10 +129,8 @@ class Filled:
 
 def their_step(layer: Any, hidden: Tensor, latents: Tensor) -> Run:
     """transformers' layer on one token a request; hidden `[B, E]`."""
-    cache, positions = (
-        Filled(latents, layer.kv_lora_rank),
-        hidden.new_full((len(hidden), 1), latents.shape[1] - 1, dtype=torch.float32),
-    )
+    cache = Filled(latents, layer.kv_lora_rank)
+    positions = hidden.new_full((len(hidden), 1), latents.shape[1] - 1, dtype=torch.float32)
     place = DeepseekV3RotaryEmbedding(layer.config).to(hidden.device)(hidden, positions)
     return lambda: layer(
         hidden[:, None], position_embeddings=place, attention_mask=None, **argument(layer, cache)
@@ -144,7 +140,7 @@ def their_step(layer: Any, hidden: Tensor, latents: Tensor) -> Run:
 def ours(layer: Any, absorb: int | str = "auto") -> LatentAttention:
     """Our layer with the weights of transformers'."""
     config, weight = layer.config, layer.o_proj.weight
-    dims: Row = {name: getattr(config, name) for name in DIMS} | {
+    dims: dict[str, Any] = {name: getattr(config, name) for name in DIMS} | {
         "device": weight.device,
         "dtype": weight.dtype,
     }
@@ -216,18 +212,14 @@ def compared(setup: Setup, case: str, ways: Ways) -> Rows:
 def measure(setup: Setup, step: Step) -> Rows:
     """The rows of a decode step."""
     hf, hidden, latents = inputs(setup, step)
-    layer, (pages, batch), dim, allowed = (
-        ours(hf),
-        filled(hf.config, latents),
-        hf.kv_lora_rank,
-        OFF[setup.dtype],
-    )
+    layer = ours(hf)
+    pages, batch = filled(hf.config, latents)
+    dim = hf.kv_lora_rank
+    allowed = OFF[setup.dtype]
     last = -max(1, min(step.batch, MOST_EXACT // step.keys))
     want = their_step(copy.deepcopy(hf).float(), hidden[last:].float(), latents[last:].float())()
-    run, their = (
-        partial(layer, hidden, batch=batch, latent_pages=pages),
-        their_step(hf, hidden, latents),
-    )
+    run = partial(layer, hidden, batch=batch, latent_pages=pages)
+    their = their_step(hf, hidden, latents)
     run()  # writes the new tokens, which the op alone reads
     draw = partial(torch.randn, step.batch, device=setup.device, dtype=setup.dtype)
     q_nope, q_pe = (draw(step.heads, size) for size in (dim, latents.shape[2] - dim))

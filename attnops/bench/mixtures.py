@@ -32,10 +32,8 @@ def tasks(setup: Setup, op: str, mixture: Mixture) -> Iterator[Task]:
         want, allowed = zip(*map(_exact, calls), strict=True)
         expert = sum(int(t[0].nbytes) for t in weights_of(module))
         touched = sum(len(call.record.top_k_index.unique()) for call in calls)
-        peers, name = (
-            stock(module, expert * calls[0].record.top_k_index.numel()),
-            f"{mixture.name} x{tokens}",
-        )
+        peers = stock(module, expert * calls[0].record.top_k_index.numel())
+        name = f"{mixture.name} x{tokens}"
         yield Task(
             name,
             calls,
@@ -75,10 +73,8 @@ def module_of(setup: Setup, m: Mixture) -> Any:
 def calls_of(setup: Setup, op: str, module: Any, tokens: int, k: int) -> list[Call]:
     """Calls that choose other experts."""
     (gate_up, down), gate = weights_of(module), cast(Gate, gate_of(module))
-    take, (count, outs, _) = (
-        partial(torch.randn, device=setup.device, dtype=setup.dtype),
-        down.shape,
-    )
+    take = partial(torch.randn, device=setup.device, dtype=setup.dtype)
+    count, outs, _ = down.shape
     gate_up_bias, down_bias = biases_of(module)
     made = Call.of(
         op,

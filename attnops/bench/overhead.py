@@ -115,12 +115,10 @@ def _rows(
 def eager(call: Call, repeats: int, inner: int) -> Rows:
     """An eager paged call of a kernel that does nothing: a plain function, its overload, the op
     that selects, the public function."""
-    packet, function, args, kwargs = (
-        PAGED.packet,
-        attnops.ops.paged_attention,
-        call.args,
-        call.kwargs,
-    )
+    packet = PAGED.packet
+    function = attnops.ops.paged_attention
+    args = call.args
+    kwargs = call.kwargs
     signature = inspect.signature(function).parameters
     public = {n: v for n, v in kwargs.items() if n in signature}
     policy, overload = active_policy(), getattr(packet, NOOP)

@@ -119,7 +119,7 @@ def measure(
     ]
 
 
-def files(setup: Setup, made: Any) -> engines.Spec:
+def files(setup: Setup, made: Any) -> dict[str, Any]:
     """The files of a model's folder by name, of its transformers config."""
     import transformers
 

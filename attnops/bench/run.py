@@ -64,10 +64,8 @@ class Suite(NamedTuple):
         )  # kernels.json holds numerics
 
 
-CALLS, PAIRS = (
-    ops.KERNELS.ops,
-    tuple(op.removesuffix(end) for op in training.SUITE.ops for end in (GRADIENT, "")),
-)
+CALLS = ops.KERNELS.ops
+PAIRS = tuple(op.removesuffix(end) for op in training.SUITE.ops for end in (GRADIENT, ""))
 
 SUITES = (
     Suite(
@@ -244,10 +242,8 @@ def run(
 def in_order(suites: Sequence[Suite], cases: Mapping[str, Iterable[str]], budget_s: float) -> Order:
     """The cases to start next, until the budget is spent: those in their suite's share of the rest,
     then those that were left."""
-    end, left = (
-        time.monotonic() + budget_s,
-        {suite.name: list(cases[suite.name]) for suite in suites},
-    )
+    end = time.monotonic() + budget_s
+    left = {suite.name: list(cases[suite.name]) for suite in suites}
     for again in (False, True):
         for i, suite in enumerate(suites):
             now, names = time.monotonic(), left[suite.name]

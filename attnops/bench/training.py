@@ -63,7 +63,7 @@ def shorter(pair: Trained, size: str) -> Trained:
 def forward_of(pair: Trained, pool: Pool) -> Call:
     """The forward call."""
     call = build(pair.shape, pair.lengths, pair.lengths, pool)
-    more: Row = {"attention_chunk": pair.chunk} if pair.chunk else {}
+    more: dict[str, Any] = {"attention_chunk": pair.chunk} if pair.chunk else {}
     if pair.bias:
         more["mask"] = pool.take(
             1, pair.shape.q_heads, pair.lengths[0], pair.lengths[0], dtype=pair.shape.dtype
@@ -133,7 +133,7 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     at most ROWS queries in memory."""
     a = call.arguments
     wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
-    given: Row = {
+    given: dict[str, Any] = {
         n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True)
         for n in TRAINED
         if n in a

@@ -95,10 +95,8 @@ class LatentCache(Pages):
         workspace_bytes: int = 0,
         max_new_tokens: int = 1,
     ) -> None:
-        layers, tokens = (
-            count("num_layers", num_layers, 1),
-            count("num_tokens", num_tokens, 1, "tokens"),
-        )
+        layers = count("num_layers", num_layers, 1)
+        tokens = count("num_tokens", num_tokens, 1, "tokens")
         latent, rope = count("latent_dim", latent_dim, 1), count("rope_dim", rope_dim, 1)
         spec = latent_layers(HEADS if q_heads is None else q_heads, 0, dtype, latent + rope, latent)
         self.page_size_choice = negotiate_page_size(
@@ -111,11 +109,9 @@ class LatentCache(Pages):
             workspace_bytes=workspace_bytes,
             max_new_tokens=max_new_tokens,
         )
-        size, rows, most = (
-            self.page_size_choice.page_size,
-            int(max_requests),
-            int(max_tokens_per_request),
-        )
+        size = self.page_size_choice.page_size
+        rows = int(max_requests)
+        most = int(max_tokens_per_request)
         self._spec = (
             None
             if q_heads is None or not dtype.is_floating_point

@@ -230,10 +230,8 @@ def _decode_steps(
         *(("rope_dim",) if latent else ()),
     ):
         count(field, getattr(layers, field), 1)
-    batch, new = (
-        min(count("max_requests", max_requests, 1), STEP),
-        count("max_new_tokens", max_new_tokens, 1, "tokens"),
-    )
+    batch = min(count("max_requests", max_requests, 1), STEP)
+    new = count("max_new_tokens", max_new_tokens, 1, "tokens")
     context = count("max_tokens_per_request", max_tokens_per_request, 1, "tokens")
     step = step_of(
         replace(layers, page_size=1), Target.of(device), batch * new, batch, context, new

@@ -54,17 +54,13 @@ class Pages:
         device: torch.device | str,
         workspace_bytes: int = 0,
     ) -> None:
-        self.room, self.num_pages, self.page_size, self.max_new_tokens = (
-            room,
-            room.num_pages,
-            room.page_size,
-            room.max_new_tokens,
-        )
+        self.room = room
+        self.num_pages = room.num_pages
+        self.page_size = room.page_size
+        self.max_new_tokens = room.max_new_tokens
         self._ledger = Ledger(room)
-        self.windows, self.table_of = (
-            tuple(pool.window for pool in self._ledger.pools),
-            self._ledger.table_of,
-        )
+        self.windows = tuple(pool.window for pool in self._ledger.pools)
+        self.table_of = self._ledger.table_of
         alike: dict[Any, list[int]] = {}
         for number, (table, layer) in enumerate(zip(self.table_of, room.layers, strict=True)):
             alike.setdefault((table, layer.shapes), []).append(number)
@@ -86,10 +82,8 @@ class Pages:
                 for pool in self._ledger.pools
             )
             self.seq_lens = torch.zeros(room.max_requests, dtype=torch.int32, device=device)
-        self.page_table, self.pools = (
-            self.tables[0],
-            tuple(pages for layer in self.layers for pages in layer),
-        )
+        self.page_table = self.tables[0]
+        self.pools = tuple(pages for layer in self.layers for pages in layer)
         for pages in self.pools:
             fix_address(pages, static=tuple(range(1, pages.dim())))
         self.add_workspace(workspace_bytes)
@@ -310,10 +304,8 @@ class Pages:
         pages, so an undo leaves them."""
         edits = self._ledger.edits(change, undo)
         flat = self.upload([number for part in edits for entry in part for number in entry])
-        pieces, tables = (
-            flat.split([len(part) * len(part[0]) if part else 0 for part in edits]),
-            len(self.tables),
-        )
+        pieces = flat.split([len(part) * len(part[0]) if part else 0 for part in edits])
+        tables = len(self.tables)
         # First, because a copy may raise, as where a policy leaves it no kernel: the tables are
         # then as they were.
         for number, pairs in enumerate(pieces[tables : 2 * tables]):
@@ -397,10 +389,8 @@ class PagedCache(Pages):
         device: torch.device | str,
         workspace_bytes: int = 0,
     ) -> None:
-        pages, size = (
-            count("num_pages", num_pages, 2, "pages, the null page included"),
-            count("page_size", page_size, 1, "tokens"),
-        )
+        pages = count("num_pages", num_pages, 2, "pages, the null page included")
+        size = count("page_size", page_size, 1, "tokens")
         given = {
             "num_layers": num_layers,
             "num_kv_heads": num_kv_heads,
@@ -440,10 +430,8 @@ class PagedCache(Pages):
             device=device,
             workspace_bytes=count("workspace_bytes", workspace_bytes, 0),
         )
-        self.k_pages, self.v_pages = (
-            tuple(k for k, _ in self.layers),
-            tuple(v for _, v in self.layers),
-        )
+        self.k_pages = tuple(k for k, _ in self.layers)
+        self.v_pages = tuple(v for _, v in self.layers)
 
     def batch(self, requests: Sequence[int], new_tokens: int | Sequence[int] = 1) -> PagedBatch:
         """Append tokens to requests, to all or to none, and describe the step. The tensors are new

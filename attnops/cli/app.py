@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -163,7 +163,7 @@ def explain(
         typer.echo(f"attnops: no kernel needs {', '.join(sorted(idle))}", err=True)
 
     def explained(console: Console) -> tables.Data:
-        sizes: tables.Data = {
+        sizes: dict[str, Any] = {
             "batch": batch,
             "tokens": tokens,
             "dtype": dtype,
@@ -207,7 +207,7 @@ def tune(
     """Time this machine's kernels. Selection then uses the times. Replaces the previous table."""
     from attnops.cli.tune import run
 
-    options: tables.Data = {
+    options: dict[str, Any] = {
         "grid": grid,
         "budget_s": budget_s,
         "first_calls_s": first_calls_s,

@@ -4,7 +4,6 @@ files."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,7 +24,8 @@ def run(
     *,
     budget_s: float = 400.0,
     out: Path | None = None,
-    **options: Any,
+    commit: str = "",
+    gpus: int = 1,
 ) -> dict[str, Report]:
     """Measure, with progress and tables on `console`. Options of the command and of
     `attnops.bench.run.run`; () is the usual suites.
@@ -58,7 +58,8 @@ def run(
             setup,
             budget_s=budget_s,
             out=out,
-            **options,
+            commit=commit,
+            gpus=gpus,
             tell=lambda case: status.update(escape(case)),
         )
     for report in reports.values():

@@ -177,7 +177,7 @@ def _chosen(name: str, target: str) -> list[str]:
     from attnops.hf import tiny
 
     config = tiny.config(name, num_hidden_layers=LAYERS)
-    options: Data = {"cache": "paged", "target": target} if target else {}
+    options: dict[str, Any] = {"cache": "paged", "target": target} if target else {}
     found = explain_config(
         config,
         dtype=torch.bfloat16 if target else torch.float32,
@@ -194,7 +194,7 @@ def _generate(
 ) -> torch.Tensor:
     from transformers import CompileConfig
 
-    options: Data = {
+    options: dict[str, Any] = {
         "max_new_tokens": tokens,
         "min_new_tokens": tokens,
         "do_sample": False,

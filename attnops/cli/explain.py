@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import (
 )
 
 from attnops import configs
-from attnops.cli.tables import Data
 from attnops.core.errors import AttnopsError, InvalidInput, one_line
 from attnops.core.problem import Target, altered, pretend
 from attnops.core.select import Decision, select
@@ -83,7 +82,7 @@ def explain_model(
         )
     with configs.quiet_transformers():
         config = configs.config_of(model)
-        options: Data = {
+        options: dict[str, Any] = {
             "target": target,
             "assume": assume,
             "batch": batch,
@@ -144,7 +143,7 @@ def explain_config(
             else:
                 kept = StaticCache(config=model.config, max_cache_len=tokens + 1)
             for phase, length in zip(PHASES, (tokens, 1), strict=True):
-                given: Data = {
+                given: dict[str, Any] = {
                     "input_ids": torch.zeros((batch, length), dtype=torch.int64),
                     **argument(model, kept),
                 }

@@ -13,13 +13,11 @@ from attnops.core.problem import Extent, Problem, Refusal, Target, altered
 from attnops.ops import OPS, typical
 
 TARGETS = ("cpu", "sm80", "sm90", "sm100")
-BF16, F32, E4M3, I32, U8 = (
-    torch.bfloat16,
-    torch.float32,
-    torch.float8_e4m3fn,
-    torch.int32,
-    torch.uint8,
-)
+BF16 = torch.bfloat16
+F32 = torch.float32
+E4M3 = torch.float8_e4m3fn
+I32 = torch.int32
+U8 = torch.uint8
 
 Change = dict[str, Any]
 

@@ -137,12 +137,10 @@ def _attend_pages(
         holes=batch.holes,
         **more,
     )
-    shared, cu, most, empty = (
-        batch.shared,
-        batch.cu_seqlens_q,
-        batch.max_seqlen_q,
-        partial(torch.empty, device=query.device),
-    )
+    shared = batch.shared
+    cu = batch.cu_seqlens_q
+    most = batch.max_seqlen_q
+    empty = partial(torch.empty, device=query.device)
     # A deterministic result must not depend on the pages that a batch shares.
     if shared is None or not cascades or deterministic(active_policy()):
         output = empty(query.shape, dtype=dtype)
@@ -275,11 +273,9 @@ def attend_latents(
     write_latent(latent, k_pe, latent_pages, batch.slots, kv_scale=kv_scale)
     if before is not None:
         if absorb_up_to is None:
-            sizes, heads, page = (
-                (dims.nope, dims.rope, dims.latent, dims.v),
-                int(q_nope.shape[1]),
-                int(latent_pages.shape[1]),
-            )
+            sizes = (dims.nope, dims.rope, dims.latent, dims.v)
+            heads = int(q_nope.shape[1])
+            page = int(latent_pages.shape[1])
             absorb_up_to = crossover(
                 sizes,
                 heads,
@@ -413,18 +409,14 @@ def _told(
 ) -> tuple[str | None, str | None, tuple[str, str]]:
     """The kernels forced on `mla_attention` and `varlen_attention`, and the policy keys of the two.
     Tells the layer to the watchers."""
-    absorbing, expanding = (
-        kernel_for("mla_attention", kernel),
-        kernel_for("varlen_attention", kernel),
-    )
+    absorbing = kernel_for("mla_attention", kernel)
+    expanding = kernel_for("varlen_attention", kernel)
     policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
     if not torch.compiler.is_compiling():
-        heads, page, target, queries = (
-            int(q_nope.shape[1]),
-            int(latent_pages.shape[1]),
-            Target.of(q_nope.device),
-            batch.max_seqlen_q,
-        )
+        heads = int(q_nope.shape[1])
+        page = int(latent_pages.shape[1])
+        target = Target.of(q_nope.device)
+        queries = batch.max_seqlen_q
         dtypes = q_nope.dtype, latent_pages.dtype
         tell(
             lambda: (

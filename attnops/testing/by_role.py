@@ -46,10 +46,8 @@ def tensor(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor | None:
         return source.mask(shape, f)
     if "sinks" in facts:
         return None if f.sinks is None else source.normal(*shape, dtype=f.sinks)
-    dtype, asked = (
-        wanted if isinstance(wanted, torch.dtype) else dtype_of(a, f.dtype),
-        wanted or a.default is REQUIRED,
-    )
+    dtype = wanted if isinstance(wanted, torch.dtype) else dtype_of(a, f.dtype)
+    asked = wanted or a.default is REQUIRED
     if a.written:
         return (
             torch.empty(*shape, dtype=dtype, device=source.device)

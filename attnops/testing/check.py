@@ -125,10 +125,8 @@ def _errors(kernel: Kernel, call: Call, results: dict[str, Tensor]) -> Errors:
         found, factor = compared(call.record, results), 1.0
     else:
         whole = oracle(call)
-        allowed, factor = (
-            allowance(call, whole, kernel.tolerance.rounded_sums),
-            kernel.tolerance.factor,
-        )
+        allowed = allowance(call, whole, kernel.tolerance.rounded_sums)
+        factor = kernel.tolerance.factor
         expected = _cut(call, whole, written)
         found = {
             name: (got, expected[name], allowed.get(name, 0.0)) for name, got in results.items()

@@ -28,7 +28,7 @@ from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import call_of, with_copies
 from attnops.tune.clock import Clock, Run, host_clock, seconds
 from attnops.tune.grids import sweeps_of
-from attnops.tune.rows import Rows, Timing
+from attnops.tune.sweep_times import SweepTimes, Timing
 from attnops.version import VERSION
 
 T = TypeVar("T")
@@ -141,23 +141,29 @@ class Stopwatch:
             left = kernel.judge if OPS[call.op].spec.weights else kernel.fused
             if left or (self.names and kernel.name not in self.names):
                 continue
+            reasons = {r.field for r in kernel.refusals(call.problem)}
             try:
-                found = self._equipped(kernel, call)
+                found = self._equipped(kernel, call, reasons)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a plan may raise any error: the kernel is no candidate
                 self.unplanned[kernel.name] = one_line(error)
             else:
-                out += [] if found is None else [(kernel, *found)]
+                if found is not None:
+                    out.append((kernel, *found))
         return out
 
-    def _equipped(self, kernel: Kernel, call: Call) -> tuple[Call, float | None] | None:
-        reasons = {r.field for r in kernel.refusals(call.problem)}
+    def _equipped(
+        self, kernel: Kernel, call: Call, reasons: set[str]
+    ) -> tuple[Call, float | None] | None:
+        """The call as layers make it, and the microseconds of a plan made on the host. None: the
+        kernel cannot answer it. reasons: fields of `call` that the kernel refuses."""
         if not reasons:
             return call if kernel.plan.device is None else self.equip(kernel, call), None
-        if not reasons <= {"plan", "workspace"} or kernel.refusals(
-            (given := self.equip(kernel, call)).problem
-        ):
+        if not reasons <= {"plan", "workspace"}:
+            return None
+        given = self.equip(kernel, call)
+        if kernel.refusals(given.problem):
             return None
         if call.problem.step.plan != "none" or given.problem.step.plan != "host":
             return given, None
@@ -225,10 +231,8 @@ def compile_ahead(
             k.name for k in all_kernels() if k.name in kernels and not k.absences(Target.of(device))
         )
     )
-    sweeps, pool = (
-        sweeps_of(grid, ops) if names else (),
-        ProcessPoolExecutor(workers, get_context("spawn")),
-    )
+    sweeps = sweeps_of(grid, ops) if names else ()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
     jobs = [
         pool.submit(compile_for, sweeps[at::workers], names, device)
         for at in range(min(workers, len(sweeps)))
@@ -382,7 +386,7 @@ def _measure(
 ) -> tuple[Grid, int]:
     """The grid of a sweep, and the number of its late points. limits: seconds without first calls,
     and the end of the whole measurement."""
-    rows, cut, (share_s, end), start = Rows(sweep), 0, limits, _timed_s(stopwatch)
+    rows, cut, (share_s, end), start = SweepTimes(sweep), 0, limits, _timed_s(stopwatch)
     allowed = [(index, at) for index, at in enumerate(sweep.points()) if sweep.allows(at)]
     for done, (index, at) in enumerate(allowed, 1):
         step(done)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from attnops.measured import Grid
 from attnops.ops.sweeps import Sweep
 
-# a kernel this many times slower than the best at a smaller size is not timed at a larger one
+# A kernel this many times slower than the best at a smaller size is not timed at a larger one.
 TOO_SLOW = 8.0
 
 
@@ -24,19 +24,20 @@ class Timing(NamedTuple):
     given_up: bool = False
 
 
-class Rows:
+class SweepTimes:
     """The times of a sweep's points by kernel, and of host plans; and why kernels have none."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep, self.count = sweep, len(sweep.points())
-        self.us: dict[str, list[float | None]] = {}
+        self.us: defaultdict[str, list[float | None]]
+        self.us = defaultdict(lambda: [None] * self.count)
         self.plans_us: dict[str, list[float]] = defaultdict(list)
         self.skipped: dict[str, str] = {}
 
     def wants(self, name: str, index: int) -> bool:
         """Is the kernel to be timed at this point? Not where it was TOO_SLOW one size smaller, or
         was not timed for that reason."""
-        mine, stride = self.us.setdefault(name, [None] * self.count), 1
+        mine, stride = self.us[name], 1
         for count in map(len, (self.sweep.ratio, self.sweep.queries, self.sweep.batch)):
             if index // stride % count:
                 smaller = index - stride
@@ -53,7 +54,8 @@ class Rows:
         """Take over a time, or the reason against further ones."""
         if timing.us is not None:
             self.us[name][index] = rounded(timing.us)
-            self.plans_us[name] += [] if plan_us is None else [plan_us]
+            if plan_us is not None:
+                self.plans_us[name].append(plan_us)
         elif timing.broken or timing.given_up or not any(self.us[name]):
             self.skipped[name] = timing.reason
 

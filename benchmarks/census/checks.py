@@ -161,11 +161,9 @@ class Subject:
 
         whole: the model to patch, where `model` is a part of it.
         """
-        self.model, self.chosen, self.patch = (
-            model,
-            chosen,
-            partial(attnops.patch, model if whole is None else whole),
-        )
+        self.model = model
+        self.chosen = chosen
+        self.patch = partial(attnops.patch, model if whole is None else whole)
         self.names, self.implementations = parameters(model), implementations(model)
         self.given = given_inputs.first_that_runs(model, given)
         brought = given or {}
@@ -255,10 +253,8 @@ def switched(model: Any, names: dict[str, str]) -> Iterator[None]:
 def nudged(model: Any, seed: int) -> Iterator[None]:
     """Within the block each float32 weight is off by a random one of -1, 0, 1 units in the last
     place."""
-    draw, kept = (
-        given_inputs.seeded(seed),
-        [(p.data, p.detach().clone()) for p in model.parameters() if p.dtype == torch.float32],
-    )
+    draw = given_inputs.seeded(seed)
+    kept = [(p.data, p.detach().clone()) for p in model.parameters() if p.dtype == torch.float32]
     for weight, _ in kept:
         weight.mul_(1 + EPS * torch.randint(-1, 2, weight.shape, generator=draw))
     try:
@@ -284,7 +280,7 @@ def ours_in(error: BaseException | None) -> AttnopsError | None:
 
 def generation(model: Any, given: Inputs, cache: str) -> tuple[Tensor, Tensor]:
     """Greedy tokens `[B, NEW]` and their logits `[B, NEW, V]`."""
-    options: Inputs = {
+    options: dict[str, Any] = {
         "max_new_tokens": NEW,
         "min_new_tokens": NEW,
         "do_sample": False,
@@ -480,7 +476,7 @@ def prompt(subject: Subject) -> Inputs:
     return given
 
 
-def generate(subject: Subject, cache: str, options: Inputs) -> None:
+def generate(subject: Subject, cache: str, options: dict[str, Any]) -> None:
     make = partial(generation, subject.model, prompt(subject), cache)
     eager = subject.stock(f"generate {cache}", make)
     with subject.patch(**options):
@@ -606,7 +602,12 @@ def as_compiled(subject: Subject, kind: str, backend: str, ours: Found, wrong: W
 
 def copies(subject: Subject) -> None:
     """A deep copy and a pickle of a patched model answer as it does."""
-    subject.stock("copies", lambda: [pickle.dumps(subject.model), copy.deepcopy(subject.model)])
+
+    def can_be_copied() -> None:
+        pickle.dumps(subject.model)
+        copy.deepcopy(subject.model)
+
+    subject.stock("copies", can_be_copied)
     with subject.patch(mask="compact"):
         want = run(subject.model, subject.given)
         for twin in (copy.deepcopy(subject.model), pickle.loads(pickle.dumps(subject.model))):

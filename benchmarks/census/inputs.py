@@ -211,7 +211,7 @@ def candidates(model: Any) -> Iterator[Inputs]:
         yield {"input_ids": tokens(), **asked, "doc_scores": scores, **base}
 
 
-def _of_parts(config: Any, names: Inputs) -> Iterator[Inputs]:
+def _of_parts(config: Any, names: dict[str, Any]) -> Iterator[Inputs]:
     """What models hand to their parts, or take in few families."""
     width = size_of(config, "hidden_size", "d_model", default=32)
     if "latents" in names:

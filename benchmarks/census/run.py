@@ -269,8 +269,14 @@ def census(
 
 def _leave_after(work: Any, kind: models.Kind, out: Path) -> None:
     """Do the work, and wait for no thread of a compiler."""
-    work(kind, out)
-    os._exit(0)
+    code = 1
+    try:
+        work(kind, out)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def line(rows: results.Rows) -> str:

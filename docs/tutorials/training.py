@@ -36,11 +36,9 @@ def documents(*lengths: int) -> tuple[Tensor, Tensor, dict]:
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm, self.head = (
-            nn.Embedding(VOCAB, 64),
-            nn.RMSNorm(64),
-            nn.Linear(64, VOCAB),
-        )
+        self.embed = nn.Embedding(VOCAB, 64)
+        self.norm = nn.RMSNorm(64)
+        self.head = nn.Linear(64, VOCAB)
         self.layers = nn.ModuleList(
             SelfAttention(64, num_heads=4, num_kv_heads=2, rope=RotaryEmbedding(16))
             for _ in range(2)

@@ -17,12 +17,10 @@ class Layer(nn.Module):
 
     def __init__(self, dropout=0.0, width=32):
         super().__init__()
-        self.qkv, self.out, self.dropout, self.width = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-            dropout,
-            width,
-        )
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.dropout = dropout
+        self.width = width
 
     def forward(self, x, mask=None):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, self.width // 4)).permute(2, 0, 3, 1, 4)

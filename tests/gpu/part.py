@@ -77,10 +77,8 @@ class Part:
     """The hooks of one process."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.journal, self.folder = (
-            Journal(Path(environ["GPU_TEST_JOURNAL"])),
-            Path(environ["GPU_TEST_FOLDER"]),
-        )
+        self.journal = Journal(Path(environ["GPU_TEST_JOURNAL"]))
+        self.folder = Path(environ["GPU_TEST_FOLDER"])
         self.until, self.alone = float(environ["GPU_TEST_UNTIL"]), environ["GPU_TEST_ALONE"] == "1"
         self.results: dict[str, dict[str, Any]] = {}
         self.failed_since = False

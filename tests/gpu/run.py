@@ -284,11 +284,9 @@ def main(arguments: list[str]) -> int:
     given = parsed(arguments)
     # Kernels are compiled by more threads than there are processes.
     processes = given.processes or max(1, min(14 * len(devices()), (os.cpu_count() or 1) * 3 // 4))
-    until, journal, out = (
-        time.time() + (given.seconds or float("inf")),
-        Journal(given.state),
-        results(),
-    )
+    until = time.time() + (given.seconds or float("inf"))
+    journal = Journal(given.state)
+    out = results()
     print(
         opened(journal, given.resume, [*given.tests, *given.options], given.anew, given.any_code),
         flush=True,

@@ -136,10 +136,8 @@ class Served:
     def __init__(
         self, heads: int, kernel: str | None = None, prompts: tuple[int, ...] = FIRST, **more: Any
     ) -> None:
-        self.module, self.cache = (
-            layer(heads, kernel, **more),
-            cache_for(heads, kernels=kernel and (kernel,)),
-        )
+        self.module = layer(heads, kernel, **more)
+        self.cache = cache_for(heads, kernels=kernel and (kernel,))
         self.planner = planner_for(self.cache, heads, kernel)
         self.ids, self.texts = [self.cache.alloc() for _ in prompts], new(prompts)
         self.result = self.run(self.texts, self.planner(self.cache.batch(self.ids, prompts)))

@@ -147,10 +147,8 @@ def attend(query: Tensor, pages: Tensor, lists: Tensor, **more: Any) -> Tensor:
 @pytest.mark.parametrize("form", ["bfloat16", "packed"])
 def test_only_the_kernel_and_one_copy_run(form: str) -> None:
     query, latents, lists = made(16, 4096, 2048, 128)
-    pages, output = (
-        forms(latents)[form],
-        torch.empty(16, 128, 512, device="cuda", dtype=torch.bfloat16),
-    )
+    pages = forms(latents)[form]
+    output = torch.empty(16, 128, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         names = kernels_in(lambda: attend(query, pages, lists, output=output, holes=False))
     ours = [n for n in names if not any(word in n for word in VENDOR)]
@@ -203,10 +201,8 @@ def test_compiled_steps_write_and_read_the_packed_cache(mode: str) -> None:
         for step in range(5):
             torch.manual_seed(step)
             query = torch.randn(4, 64, 576, device="cuda").bfloat16()
-            latent, k_pe = (
-                torch.randn(4, 512, device="cuda").bfloat16(),
-                torch.randn(4, 64, device="cuda").bfloat16(),
-            )
+            latent = torch.randn(4, 512, device="cuda").bfloat16()
+            k_pe = torch.randn(4, 64, device="cuda").bfloat16()
             slots = order[4 * step : 4 * step + 4].clone()
             lists = torch.full((4, 64), -1, dtype=torch.int32, device="cuda")
             lists[:, : 4 * step + 4] = order[: 4 * step + 4].int()

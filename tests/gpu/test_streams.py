@@ -221,10 +221,8 @@ def test_the_draw_is_that_of_multinomial() -> None:
             torch.randn(shape, device=DEVICE).mul(4).masked_fill(gone, -torch.inf).softmax(-1)
         )
         torch.manual_seed(seed)
-        want, after = (
-            torch.multinomial(probabilities, 1).squeeze(1),
-            torch.cuda.get_rng_state(DEVICE),
-        )
+        want = torch.multinomial(probabilities, 1).squeeze(1)
+        after = torch.cuda.get_rng_state(DEVICE)
         torch.manual_seed(seed)
         assert torch.equal(
             _drawn(probabilities, torch.ones_like(probabilities).exponential_()), want

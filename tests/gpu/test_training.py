@@ -40,10 +40,8 @@ class Layer(nn.Module):
     def __init__(self, op: str, rule: str) -> None:
         super().__init__()
         self.op, self.rules = op, RULES[rule]
-        self.qkv, self.out = (
-            nn.Linear(HEADS * D, (HEADS + 2 * KV_HEADS) * D),
-            nn.Linear(HEADS * D, HEADS * D),
-        )
+        self.qkv = nn.Linear(HEADS * D, (HEADS + 2 * KV_HEADS) * D)
+        self.out = nn.Linear(HEADS * D, HEADS * D)
         self.sinks = nn.Parameter(torch.randn(HEADS)) if rule == "sinks" else None
         self.register_buffer(
             "cu", torch.tensor([0, TOKENS // 3, BATCH * TOKENS], dtype=torch.int32)

@@ -45,15 +45,13 @@ class Recorded:
     anew."""
 
     def __init__(self, device, over):
-        self.device, self.over, self.work, self.log, self.replays, self.alive, self.bytes = (
-            device,
-            over,
-            [],
-            [],
-            0,
-            True,
-            0,
-        )
+        self.device = device
+        self.over = over
+        self.work = []
+        self.log = []
+        self.replays = 0
+        self.alive = True
+        self.bytes = 0
         self.dead = {storage(t) for t in over}
 
     def add(self, name, run, args, out):

@@ -216,6 +216,5 @@ def test_an_op_is_asked_once_whether_it_may_be_captured(monkeypatch):
         return real(func, *given)
 
     monkeypatch.setattr(eager_capture, "break_of", break_of)
-    step = graphed(breakable, lambda x: x.sin().sin().sin(), Buckets(tokens=(2,)), graphs=StandIn())
-    step(torch.ones(2))
+    rows_of(breakable, StandIn(), lambda x: x.sin().sin().sin(), sizes=(2,))(torch.ones(2))
     assert asked.count("aten.sin.default") == 1

@@ -46,10 +46,8 @@ class Layer(nn.Module):
     def __init__(self, body, dtype=F32, gain=None):
         super().__init__()
         self.gain = nn.Parameter(torch.randn(K, dtype=gain or dtype))
-        self.wide, self.down = (
-            nn.Linear(K, 2 * M, dtype=dtype),
-            nn.Linear(M, K, bias=False, dtype=dtype),
-        )
+        self.wide = nn.Linear(K, 2 * M, dtype=dtype)
+        self.down = nn.Linear(M, K, bias=False, dtype=dtype)
         self.square, self.body = nn.Linear(K, K, dtype=dtype), body
 
     def forward(self, x):
@@ -266,10 +264,8 @@ class Adapted(nn.Module):
     def __init__(self):
         super().__init__()
         self.base_layer = nn.Linear(K, K)
-        self.lora_A, self.lora_B = (
-            nn.ModuleDict({"default": nn.Linear(K, 4)}),
-            nn.ModuleDict({"default": nn.Linear(4, K)}),
-        )
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(K, 4)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, K)})
 
     def forward(self, x):
         return self.base_layer(x) + 2.0 * self.lora_B["default"](self.lora_A["default"](x))

@@ -131,21 +131,17 @@ class Step:
         use=lambda *_: 0.0,
         norm=lambda m, x: x,
     ):
-        self.turn_q, self.turn_k, self.between, self.use, self.norm = (
-            turn_q,
-            turn_k,
-            between,
-            use,
-            norm,
-        )
+        self.turn_q = turn_q
+        self.turn_k = turn_k
+        self.between = between
+        self.use = use
+        self.norm = norm
 
     def __call__(self, qkv, cos, sin, q_norm, k_norm, k_pages, v_pages, table, lengths, slots):
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         q, k, v = (x.view(B, 1, -1, D) for x in qkv.split([HQ * D, HKV * D, HKV * D], -1))
-        q, k = (
-            self.norm(Gain(q_norm), q).transpose(1, 2),
-            self.norm(Gain(k_norm), k).transpose(1, 2),
-        )
+        q = self.norm(Gain(q_norm), q).transpose(1, 2)
+        k = self.norm(Gain(k_norm), k).transpose(1, 2)
         query, key = self.turn_q(q, cos, sin), self.turn_k(k, cos, sin)
         self.between(qkv, k_pages)
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key[None][0], v.transpose(1, 2))]

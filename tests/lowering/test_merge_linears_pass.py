@@ -29,11 +29,9 @@ class Three(nn.Module):
 
     def __init__(self, body=use_all, bias=True):
         super().__init__()
-        self.q, self.k, self.v = (
-            nn.Linear(K, 32, bias),
-            nn.Linear(K, 16, bias),
-            nn.Linear(K, 16, bias),
-        )
+        self.q = nn.Linear(K, 32, bias)
+        self.k = nn.Linear(K, 16, bias)
+        self.v = nn.Linear(K, 16, bias)
         self.body = body
         self.packed = pack_linears(self)
 
@@ -181,10 +179,8 @@ def test_an_input_written_in_between(name):
 @torch.enable_grad()
 def test_gradients(of):
     """Those of weights keep them apart."""
-    model, x = (
-        Three().requires_grad_(of == "weights"),
-        torch.randn(3, K, requires_grad=of == "inputs"),
-    )
+    model = Three().requires_grad_(of == "weights")
+    x = torch.randn(3, K, requires_grad=of == "inputs")
     backend, compiled = agree(model, x, grad=True)
     leaves = [x] if of == "inputs" else [*model.parameters()]
     grads = [torch.autograd.grad(sum(t.sum() for t in run(x)), leaves) for run in (compiled, model)]
@@ -199,11 +195,9 @@ def test_autocast(inside):
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
             return use_all(m, x)
 
-    model, x, backend = (
-        Three(body if inside else use_all),
-        torch.randn(3, K),
-        Passing(merge_linears_pass),
-    )
+    model = Three(body if inside else use_all)
+    x = torch.randn(3, K)
+    backend = Passing(merge_linears_pass)
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         got, want = torch.compile(model, backend=backend)(x), model(x)
     assert {t.dtype for t in (*got, *want)} == {torch.bfloat16}
@@ -253,11 +247,9 @@ def joined(m, x):
 
 def test_layers_share_their_code():
     """Also where a weight of one of them moves later."""
-    layers, x, backend = (
-        nn.ModuleList(Three(joined) for _ in range(12)),
-        torch.randn(3, K),
-        Passing(merge_linears_pass),
-    )
+    layers = nn.ModuleList(Three(joined) for _ in range(12))
+    x = torch.randn(3, K)
+    backend = Passing(merge_linears_pass)
     attnops.compile_layers(nn.ModuleDict({"layers": layers}), backend=backend)
     for linears in ([1], [1, 3]):
         for layer in layers:

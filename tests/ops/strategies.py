@@ -132,11 +132,9 @@ def copied(draw):
 
 @st.composite
 def step(draw):
-    f, page, k_lens = (
-        draw(features(masks=False, kv=st.none())),
-        draw(PAGE),
-        draw(st.lists(st.integers(0, 9), max_size=3)),
-    )
+    f = draw(features(masks=False, kv=st.none()))
+    page = draw(PAGE)
+    k_lens = draw(st.lists(st.integers(0, 9), max_size=3))
     turn = draw(st.sampled_from(["", "whole", "half"])) if f.head_dim % 2 == 0 else ""
     angles = Angles(
         turn,
@@ -196,10 +194,8 @@ def backward(op):
     return st.integers(0, 9999).map(call)
 
 
-MERGED, FEW_KEYS = (
-    (st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)),
-    st.sampled_from([0, 1, 70]),
-)
+MERGED = (st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+FEW_KEYS = st.sampled_from([0, 1, 70])
 SLASHED = features(masks=False, kv=st.none()).map(
     lambda f: replace(f, softcap=0.0, window=(-1, -1), sinks=None)
 )

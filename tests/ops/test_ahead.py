@@ -77,10 +77,8 @@ def test_a_trace_tells_of_sizes_by_their_hints_and_of_equal_calls_once(calls):
             write_kv(key, value, k_pages, v_pages, slots)
         query = torch.cat([key, key], 1)
         ends = torch.arange(key.shape[0] + 1, dtype=torch.int32)
-        table, lengths = (
-            slots[:, None].to(torch.int32) % 6,
-            torch.ones_like(slots, dtype=torch.int32),
-        )
+        table = slots[:, None].to(torch.int32) % 6
+        lengths = torch.ones_like(slots, dtype=torch.int32)
         return paged_attention(query, k_pages, v_pages, table, lengths, ends, max_seqlen_q=1)
 
     with torch.no_grad():

@@ -181,10 +181,8 @@ def parts(op, empty=0.0, lse=-INF):
     hidden = source.chance(*shape, p=empty)
     hidden[0] = empty > 0
     outputs, lses = source.normal(*shape, 3, dtype=F64), source.normal(*shape)
-    outputs, lses = (
-        outputs.masked_fill(hidden[..., None], float("nan")),
-        lses.masked_fill(hidden, lse),
-    )
+    outputs = outputs.masked_fill(hidden[..., None], float("nan"))
+    lses = lses.masked_fill(hidden, lse)
     return outputs.requires_grad_(), lses.requires_grad_()
 
 

@@ -147,11 +147,9 @@ def drawn_table(data, batch, width, least):
 @given(st.data(), INDEX, PAGE)
 @settings(max_examples=40)
 def test_slot_mapping(data, dtype, page):
-    batch, width, tokens = (
-        data.draw(st.integers(1, 3)),
-        data.draw(st.integers(0, 3)),
-        data.draw(st.integers(0, 8)),
-    )
+    batch = data.draw(st.integers(1, 3))
+    width = data.draw(st.integers(0, 3))
+    tokens = data.draw(st.integers(0, 8))
     table, named = drawn_table(data, batch, width, -1)
     positions = [data.draw(st.integers(-2, page * 4)) for _ in range(tokens)]
     rows = [data.draw(st.integers(-1, batch - 1)) for _ in range(tokens)]

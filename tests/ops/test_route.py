@@ -37,10 +37,8 @@ def in_python(row, k, bias, groups, top, best):
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_choice_of_deepseek_v3(ties):
     torch.manual_seed(0)
-    logits, bias = (
-        torch.randn(50, 24, dtype=torch.float64),
-        torch.randn(24, dtype=torch.float64) / 4,
-    )
+    logits = torch.randn(50, 24, dtype=torch.float64)
+    bias = torch.randn(24, dtype=torch.float64) / 4
     if ties:
         logits, bias = logits.round(), (bias * 4).round() / 4
     weights, index = ops.route(logits, 4, bias, **RULES)

@@ -66,20 +66,16 @@ def _requests(
     if cu_q is None or cu_k is None:
         return [(b, b) for b in range(q.shape[0])]
     assert cu_q.is_contiguous() and cu_k.is_contiguous() and cu_q.dtype == cu_k.dtype == torch.int32
-    (a, b), (c, d) = (
-        (x.tolist() for x in (cu_q[:-1], cu_q[1:])),
-        (x.tolist() for x in (cu_k[:-1], cu_k[1:])),
-    )
+    a, b = (x.tolist() for x in (cu_q[:-1], cu_q[1:]))
+    c, d = (x.tolist() for x in (cu_k[:-1], cu_k[1:]))
     return [(slice(w, x), slice(y, z)) for w, x, y, z in zip(a, b, c, d, strict=True)]
 
 
 def _window(
     causal: bool, left: int | None, right: int | None, max_q: int, max_k: int
 ) -> tuple[int, int]:
-    left, right = (
-        -1 if left is None or left >= max_k else left,
-        -1 if right is None or right >= max_k else right,
-    )
+    left = -1 if left is None or left >= max_k else left
+    right = -1 if right is None or right >= max_k else right
     # Seen on an H100: beside a left side an open right side is one of the longest request's keys,
     # short for a query before the first key.
     return left, 0 if causal else max_k if left >= 0 and right < 0 else right

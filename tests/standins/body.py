@@ -79,10 +79,8 @@ def gradients(
         d_logits = d_logits * (1 - (logits.masked_fill(logits == -INF, 0.0) / softcap) ** 2)
     if rounded is not None:
         weights, d_logits = weights.to(rounded).float(), d_logits.to(rounded).float()
-    d_q, d_k = (
-        torch.einsum("hnk,khd->nhd", d_logits, wide(k, q)),
-        torch.einsum("hnk,nhd->khd", d_logits, q.float()),
-    )
+    d_q = torch.einsum("hnk,khd->nhd", d_logits, wide(k, q))
+    d_k = torch.einsum("hnk,nhd->khd", d_logits, q.float())
     return d_q * scale, d_k * scale, torch.einsum("hnk,nhd->khd", weights, dout), d_logits
 
 

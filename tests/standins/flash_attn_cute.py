@@ -20,11 +20,9 @@ from tests.standins import flash_attn_cute_backward
 from tests.standins.checks import ALL, LAST, architecture, laid_out
 from tests.standins.sgl_kernel_fa3 import _request
 
-HALVES, FLOAT8, I32 = (
-    (torch.float16, torch.bfloat16),
-    (torch.float8_e4m3fn, torch.float8_e5m2),
-    torch.int32,
-)
+HALVES = (torch.float16, torch.bfloat16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+I32 = torch.int32
 Called = list[dict[str, Any]]
 
 

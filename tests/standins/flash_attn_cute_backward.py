@@ -124,20 +124,16 @@ def flash_attn_bwd(
                 slice(start, start + -(-(stop - start) // TILE_K) * TILE_K),
             )
             assert end - first <= (max_seqlen_q or 0) and stop - start <= (max_seqlen_k or 0)
-            n, keys, into = (
-                end - first,
-                stop - start,
-                (dq[first:end], dk[start:stop], dv[start:stop]),
-            )
+            n = end - first
+            keys = stop - start
+            into = (dq[first:end], dk[start:stop], dv[start:stop])
             loaded = q[tiles[0]], k[tiles[1]], v[tiles[1]], dout[tiles[0]]
             read = out[first:end], lse[:, first:end], None if dlse is None else dlse[:, first:end]
         else:
-            n, keys, loaded, into = (
-                q.shape[1],
-                k.shape[1],
-                (q[b], k[b], v[b], dout[b]),
-                (dq[b], dk[b], dv[b]),
-            )
+            n = q.shape[1]
+            keys = k.shape[1]
+            loaded = (q[b], k[b], v[b], dout[b])
+            into = (dq[b], dk[b], dv[b])
             read = out[b], lse[b], None if dlse is None else dlse[b]
         sunk = _request(
             n, keys, loaded, read, into, (softmax_scale, softcap, window), learnable_sink

@@ -306,12 +306,10 @@ def _paged(
     a: dict[str, Any], phase: str, batch: int, longest: int, causal: bool, scale: float
 ) -> None:
     query, (k, v), out, lse, sinks = a["query"], a["kv_cache"], a["out"], a["lse"], a["sinks"]
-    table, lens, cu, counters = (
-        a["block_tables"],
-        a["seq_lens"],
-        a["cum_seq_lens_q"],
-        a["multi_ctas_kv_counter_buffer"],
-    )
+    table = a["block_tables"]
+    lens = a["seq_lens"]
+    cu = a["cum_seq_lens_q"]
+    counters = a["multi_ctas_kv_counter_buffer"]
     assert (
         a["kv_layout"] == "NHD"
         and out is not None
@@ -396,12 +394,10 @@ def _context(**a: Any) -> Tensor:
 
 def _ragged(**a: Any) -> Any:
     query, key, value, out, lse = (a[n] for n in ("query", "key", "value", "out", "lse"))
-    cu_q, cu_k, lens, batch = (
-        a["cum_seq_lens_q"],
-        a["cum_seq_lens_kv"],
-        a["seq_lens"],
-        a["batch_size"],
-    )
+    cu_q = a["cum_seq_lens_q"]
+    cu_k = a["cum_seq_lens_kv"]
+    lens = a["seq_lens"]
+    batch = a["batch_size"]
     laid_out(
         sizes={"batch": batch},
         query=(query, "tokens, heads, dim", HALVES, ALL),
@@ -439,10 +435,8 @@ def _ragged(**a: Any) -> Any:
     _trust(not a["workspace_buffer"].any(), "a workspace that is not zero")
     out.fill_(float("nan"))
     for b, length in enumerate(lens.tolist()):
-        rows, keys = (
-            slice(int(cu_q[b]), int(cu_q[b + 1])),
-            slice(int(cu_k[b]), int(cu_k[b]) + length),
-        )
+        rows = slice(int(cu_q[b]), int(cu_q[b + 1]))
+        keys = slice(int(cu_k[b]), int(cu_k[b]) + length)
         if key[keys].shape[0] < length:
             continue  # past the last key there are zeros
         found = _attend(

@@ -68,10 +68,8 @@ def _decode(**a: Any) -> Any:
         and a["cum_seq_lens_q"] is None
         and a["max_q_len"] is None
     )
-    counters, needed = (
-        a["multi_ctas_kv_counter_buffer"],
-        counter_bytes(query.shape[0] * query.shape[2]),
-    )
+    counters = a["multi_ctas_kv_counter_buffer"]
+    needed = counter_bytes(query.shape[0] * query.shape[2])
     s = laid_out(
         sizes={"needed": needed},
         query=(query, "batch, 1, heads, 576", (torch.bfloat16, E4M3), ALL),
@@ -83,13 +81,11 @@ def _decode(**a: Any) -> Any:
         sinks=(sinks, "heads", F32, ""),
         counters=(counters, ">= needed", torch.uint8, ""),
     )
-    batch, heads, page, latent, rope = (
-        s.batch,
-        s.heads,
-        s.page,
-        a["kv_lora_rank"],
-        a["qk_rope_head_dim"],
-    )
+    batch = s.batch
+    heads = s.heads
+    page = s.page
+    latent = a["kv_lora_rank"]
+    rope = a["qk_rope_head_dim"]
     text = (
         f"trtllm-gen MLA decode does not support 64 < num_heads_q < 128; got num_heads_q={heads}. "
     )

@@ -161,11 +161,9 @@ def _body(a: dict[str, Any], batch: int, out: Tensor, lse: Tensor) -> None:
         elif cu_k is not None:
             keys, values, end = k[cu_k[b] :], v[cu_k[b] :], int(cu_k[b + 1] - cu_k[b])
         else:
-            keys, values, end = (
-                k[b],
-                v[b],
-                k.shape[1] if a["seqused_k"] is None else int(a["seqused_k"][b]),
-            )
+            keys = k[b]
+            values = v[b]
+            end = k.shape[1] if a["seqused_k"] is None else int(a["seqused_k"][b])
         count = max(end - start, 0)
         loaded = slice(start, start + -(-count // TILE) * TILE)
         _request(rows, rows_v, keys[loaded], values[loaded], count, a, *to, b=b)

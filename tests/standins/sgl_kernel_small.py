@@ -30,11 +30,9 @@ BLOCK, HALVES = 64, (torch.float16, torch.bfloat16)
 
 
 def convert(*args: Any) -> None:
-    outs, (q_lens, k_lens, vertical, slash), (context, block_m, block_n, causal) = (
-        args[:4],
-        args[4:8],
-        args[-4:],
-    )
+    outs = args[:4]
+    q_lens, k_lens, vertical, slash = args[4:8]
+    context, block_m, block_n, causal = args[-4:]
     counts = args[8:-4]
     for x in args[:-4]:
         check(x.dtype == torch.int32, f"expected scalar type Int but found {x.dtype}")

@@ -76,14 +76,12 @@ def sparse_decode_fwd(
         topk_length=(topk_length, "b", I32, ALL),
         attn_sink=(attn_sink, "h_q", torch.float32, ALL),
     )
-    batch, queries, heads, topk, blocks, page = (
-        s.b,
-        s.s_q,
-        s.h_q,
-        s.topk,
-        s.num_blocks,
-        s.page_block_size,
-    )
+    batch = s.b
+    queries = s.s_q
+    heads = s.h_q
+    topk = s.topk
+    blocks = s.num_blocks
+    page = s.page_block_size
     check(
         min(batch, queries, heads, topk) > 0,
         "Expected b > 0, s_q > 0, h_q > 0 and topk > 0 to be true, but got false.",

@@ -111,11 +111,9 @@ def test_sizes_serve_every_smaller_call(sm90):
             window=rng.choice(((-1, -1), (33, -1))),
             sinks=rng.choice((None, BF16)),
         )
-        page, requests, longest = (
-            rng.choice((1, 16, 64)),
-            rng.randint(1, 40),
-            rng.choice((1, 3, 60)),
-        )
+        page = rng.choice((1, 16, 64))
+        requests = rng.randint(1, 40)
+        longest = rng.choice((1, 3, 60))
         q_lens = [rng.randint(0, longest) for _ in range(requests)]
         lens = [n + rng.randint(0, 400) for n in q_lens]
         padding, extra = rng.randint(1, 40), rng.randint(0, 30)

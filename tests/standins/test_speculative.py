@@ -181,9 +181,7 @@ def test_verify_steps_in_graphs(name):
         )
         given = {"q_nope": t["q_nope"], "q_pe": t["q_pe"], "batch": batch, **fixed}
         with ready(name), torch.no_grad():
-            got, want = (
-                graphed(**given).clone(),
-                step(**given | {"batch": planner(batch) if planner else batch}),
-            )
+            got = graphed(**given).clone()
+            want = step(**given | {"batch": planner(batch) if planner else batch})
         torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
     assert [str(r.bucket) for r in graphed.report().rows] == ["verify 4 x4", "verify 4 x2"]
