@@ -147,13 +147,11 @@ def ruled(rules: Rules) -> dict[str, Any]:
     }
 
 
-def masked(mask: Tensor | None) -> tuple[dict[str, Any], tuple[int, int, int, int]]:
+def masked(mask: Tensor) -> tuple[dict[str, Any], tuple[int, int, int, int]]:
     """A mask as device functions take it, and its strides by request, head, query and key.
 
     mask: `[1 | B, 1 | H, 1 | S, K]`, or `[T, K]` of packed tokens. A dim of one number serves all.
     """
-    if mask is None:
-        return {"mask_ptr": None, "MASK": "none"}, (0, 0, 0, 0)
     if mask.dim() == 2:
         b, h, q = 0, 0, mask.stride(0)
     else:
