@@ -68,8 +68,6 @@ STAGE_TWO = (
 BY_REQUEST = ("table_ptr", "lengths_ptr", "first_ptr")
 """The arguments of stage one that have a row for each request."""
 
-NO_MASK = {"mask_ptr": None, "MASK": "none", "mask_b": 0, "mask_h": 0, "mask_t": 0, "mask_n": 0}
-
 _launches = functools.lru_cache(maxsize=4096)(grids.launches)
 
 
@@ -245,7 +243,7 @@ def _attend(
     )
     arguments: dict[str, Any] = {
         **_arguments(call, batch, given, rules),
-        **_masked(call.mask, batch.queries),
+        **masked(call.mask, batch.queries),
         "D": dims,
         "DV": v_dims,
         "BLOCK_D": block_d,
@@ -289,17 +287,6 @@ def _odd(key: Tensor, value: Tensor) -> bool:
     key_bytes = key.shape[-1] * key.dtype.itemsize
     value_bytes = value.shape[-1] * value.dtype.itemsize
     return key_bytes % 16 > 0 or value_bytes % 16 > 0
-
-
-def _masked(mask: Tensor | None, queries: int) -> dict[str, Any]:
-    """The arguments of `attend` about the mask. queries: of a dense request."""
-    if mask is None:
-        return NO_MASK
-    found, (b, h, t, n) = masked(mask)
-    # The first token of a dense request has the offset of as many queries for each request before
-    # it.
-    b -= queries * t if mask.dim() == 4 else 0
-    return {**found, "mask_b": b, "mask_h": h, "mask_t": t, "mask_n": n}
 
 
 def _arguments(call: Any, batch: Batch, given: Operands, rules: Rules) -> dict[str, Any]:

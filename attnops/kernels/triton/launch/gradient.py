@@ -12,6 +12,7 @@ from torch import Tensor
 from attnops.core.kernel import deterministic
 from attnops.core.tensors import Rules
 from attnops.kernels.shared.launch.gpu import (
+    NO_MASK,
     computed_in,
     flat,
     gpu_of,
@@ -47,16 +48,6 @@ TILES: dict[str, dict[int, tuple[Tile, Tile]]] = {
         256: (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1)),
         512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     },
-}
-NO_MASK = {
-    "mask_ptr": None,
-    "MASK": "none",
-    "mask_b": 0,
-    "mask_h": 0,
-    "mask_q": 0,
-    "mask_k": 0,
-    "mask_t": 0,
-    "MASK_STEP": 1,
 }
 WITH_MASK = {128: Tile(64, 64, 4, 3), 256: Tile(128, 32, 8, 2), 320: Tile(128, 32, 8, 3)}
 """Tiles of keys in place of those: a tile of the mask takes registers."""
@@ -212,13 +203,11 @@ def _as_read(x: Tensor, fixed: bool) -> Tensor:
 def _masked(mask: Tensor | None) -> dict[str, Any]:
     """The arguments about the mask."""
     if mask is None:
-        return NO_MASK
-    found, (b, h, q, k) = masked(mask)
-    t = q if mask.dim() == 2 else 0
+        return {**NO_MASK, "mask_t": 0, "MASK_STEP": 1}
+    found = masked(mask)
     # Eight numbers at once, where a row is whole eights.
     step = 1 if mask.shape[-1] % 8 else 8
-    strides = {"mask_b": b, "mask_h": h, "mask_q": q, "mask_k": k, "mask_t": t}
-    return {**found, **strides, "MASK_STEP": step}
+    return {**found, "mask_t": found["mask_q"] if mask.dim() == 2 else 0, "MASK_STEP": step}
 
 
 def _zeros(call: Any, graded: Tensor | None) -> tuple[Tensor, ...]:
