@@ -225,13 +225,15 @@ def forward(
     where requests are. Raises NotCompiled while a CUDA graph is captured, unless a call of this
     kind came before.
     """
-    rules, sinks = Rules.of(call), None if call.sinks is None else alone(call.sinks)
+    rules = Rules.of(call)
+    sinks = None if call.sinks is None else alone(call.sinks)
     # It asks requires_grad of its inputs, whatever the grad mode.
     query, key, value = (x.detach() if x.requires_grad else x for x in (call.query, key, value))
     requests = batch["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in batch else query.shape[0]
     if call.q_scale is not None:
         batch = batch | _scales(call, (requests, key.shape[-2]))
-    rows_q, group = batch.get("max_seqlen_q", query.shape[-3]), query.shape[-2] // key.shape[-2]
+    rows_q = batch.get("max_seqlen_q", query.shape[-3])
+    group = query.shape[-2] // key.shape[-2]
     kind = (
         *common_kind(rules, sinks, query, key, value, output),
         lse is None,
