@@ -60,6 +60,7 @@ class Rule:
 
 
 def matrices(module: nn.Module) -> list[str]:
+    """The names of its own parameters of two dims."""
     return [n for n, p in module._parameters.items() if p is not None and p.dim() == 2]
 
 
@@ -83,8 +84,6 @@ LOWEST = (-50.0, -8.0, -5.0)
 """Of tokens whose logits are all four times that: sums of their sigmoids are 0, or as small as
 numbers added to them."""
 EPS = (0.0, 1e-20, 1e-12, 1e-6)
-
-
 NAMES = ("logits", "weights", "index")
 """Of a router's answers."""
 
