@@ -80,16 +80,19 @@ def served(cls: Any) -> type:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         rule: Rule | None = self.__dict__.get(_RULE)
-        if rule is None or is_recorded() or kwargs or not args:
+        if rule is None or kwargs or not args:
             return apart(cls.forward, self, *args, **kwargs)
-        if not _is_eager(x := args[0]):
-            serves = _serves(self, args, rule)
-            return _routed(self, args, rule) if serves else apart(cls.forward, self, *args)
+        eager = _is_eager(x := args[0])
         kind = cls, rule.said, x.device, x.dtype
-        if kind not in _LAUNCHED and _serves(self, args, rule):
-            # A kernel is loaded at its first launch, and cannot be while a graph is captured.
-            _routed(self, args, rule)
-            _LAUNCHED.add(kind)
+        if eager and kind in _LAUNCHED:
+            return cls.forward(self, *args)
+        if is_recorded() or not _serves(self, args, rule):
+            return apart(cls.forward, self, *args)
+        routed = _routed(self, args, rule)
+        if not eager:
+            return routed
+        # A kernel is loaded at its first launch, and cannot be while a graph is captured.
+        _LAUNCHED.add(kind)
         return cls.forward(self, *args)
 
     return subclass(cls, {"forward": forward}, (served, cls))
