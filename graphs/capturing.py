@@ -26,10 +26,24 @@ _NONBLOCKING = 1
 DRAWS: ContextVar[bool] = ContextVar("DRAWS", default=False)
 """Does the work that is captured now draw random numbers?"""
 
+AS_CAPTURED: ContextVar[bool] = ContextVar("AS_CAPTURED", default=False)
+"""Does a model run as it does in a graph: to warm up, in a capture, or for a replay's
+comparison?"""
+
 _NO_DRAWS = "generator not in capture mode"
 
 TRIES = 3
 """How often the generator is taken out of a capture by another capture."""
+
+
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """In the block, and this thread, models run as they do in a graph."""
+    before = AS_CAPTURED.set(True)
+    try:
+        yield
+    finally:
+        AS_CAPTURED.reset(before)
 
 
 def quiet(device: torch.device) -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from ..core.errors import InvalidInput, NotCapturable, OverBudget, StaleGraph, f
 from ..core.record import need
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
-from .capturing import drew
+from .capturing import as_captured, drew
 from .cuda_graphs import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing
 from .inputs import Inputs
 from .options import Options, Values
@@ -256,7 +256,7 @@ class Graphed(Options):
         # The eager run starts from the same state and may overwrite the outputs, so they are
         # copied first.
         out = pytree.tree_map_only(Tensor, torch.clone, out)
-        with unchanged(self.state):
+        with unchanged(self.state), as_captured():
             restore(self.state, before)
             compare(entry.bucket, out, self.model(**values), self.tolerance)
         return out
@@ -361,7 +361,15 @@ class Graphed(Options):
         drawn = drawing_nothing(self._device_of(values)) if self.draws else nullcontext()
         kept = unchanged(self.state)
         try:
-            with CAPTURING, drawn, device.session(), ordinary(), uncached_casts(), kept:
+            with (
+                CAPTURING,
+                drawn,
+                device.session(),
+                ordinary(),
+                uncached_casts(),
+                as_captured(),
+                kept,
+            ):
                 yield device
         except BaseException:
             # Without the buffers of a first capture that failed, later calls may differ from it.

@@ -11,7 +11,7 @@ from attnops.hf import not_fast
 from attnops.hf.cache import names as cache_names
 from attnops.hf.generation import growing
 from attnops.hf.models.methods import Method
-from attnops.hf.page_model import give_back
+from attnops.hf.page_model import PagedMode, give_back
 
 if TYPE_CHECKING:
     from attnops.hf.patching import Patched
@@ -32,26 +32,26 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
         paged = handle._paged
         if paged is not None and paged.decode.mode != "hf":
             kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs)
+        chosen = paged is not None and paged.chosen
         try:
             result = method.original(*args, **kwargs)
-            if (
-                paged is not None
-                and paged.chosen
-                and generation.why is None
-                and not generation.custom
-            ):
+            if chosen and generation.why is None and not generation.custom:
                 not_fast.warn(method.owner, not_fast.PAGES, NO_CACHE)
             return result
         except torch.OutOfMemoryError:
             handle.release()  # for the next try
             raise
         finally:
-            for cache in generation.lent:
-                returned = cache_names.cache_of(result) is cache
-                if not returned:
-                    give_back(cache)
-                elif paged is not None and paged.chosen:
-                    setattr(result, cache_names.NAME, paged.unpaged(cache))
             if paged is not None:
-                paged.pool.trim()
+                _take_back(paged, generation.lent, result)
             handle._took = handle._taken(generation)
+
+
+def _take_back(paged: PagedMode, lent: list[Any], result: Any) -> None:
+    """Take the pages of a call back, but for those that the caller keeps with its result."""
+    for cache in lent:
+        if cache_names.cache_of(result) is not cache:
+            give_back(cache)
+        elif paged.chosen:
+            setattr(result, cache_names.NAME, paged.unpaged(cache))
+    paged.pool.trim()

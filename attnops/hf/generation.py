@@ -77,6 +77,12 @@ class Generation:
         old = self.verdict or lasting
         self.verdict = Verdict(*(a and b for a, b in zip(old, lasting, strict=True)))
 
+    def note_cache(self, cache: Any, why: str) -> None:
+        """Note the pages that were lent to it, or None, and why it got none."""
+        self.why = why
+        if cache is not None:
+            self.lent.append(cache)
+
 
 _THREAD = threading.local()
 

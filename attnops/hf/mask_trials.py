@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from attnops.hf.attention.mask import Mode
 from attnops.hf.cache import names as cache_names
 from attnops.hf.interface import Options, implementation
 from attnops.hf.models.attention_modules import Match, match, routed
-from attnops.hf.models.trial import answer
+from attnops.hf.models.trial import Trial, answer
 from attnops.hf.report import attending
 
 _TOLERANCE = {**TOLERANCES, torch.float32: 1e-4}
@@ -146,32 +147,48 @@ def _subjects(model: Any) -> Iterator[tuple[Subject, str]]:
                 yield subject, name
 
 
+@dataclass(frozen=True)
+class _Trial(Trial):
+    """A run of a model with eager attention. name: of the run. visible: masks of the positions that
+    count."""
+
+    name: str
+    visible: tuple[Tensor, ...]
+
+
 def _fails(subject: Subject, mode: Mode) -> str | None:
     tried: tuple[Mode, ...] = ("dense", "compact") if mode == "auto" else (mode,)
     with evaluating(subject.model):
-        for one in tried:
+        trials = list(_trials(subject))
+        for one, trial in itertools.product(tried, trials):
             name = implementation(Options(mask=one, proven=True))
-            for run, inputs, visible in _runs(subject):
-                eager = answer(_outputs, subject, "eager", inputs, run == "steps")
-                if eager is None:
-                    continue
-                try:
-                    ours = _outputs(subject, name, inputs, run == "steps")
-                except Exception as error:
-                    return (
-                        f"raised {type(error).__name__} ({one}, {run}): "
-                        f"{' '.join(str(error).split())[:160]}"
-                    )
-                for key, want in eager.items():
-                    limit = _TOLERANCE.get(want.dtype, 1e-4)
-                    counts = next((m for m in visible if m.shape == want.shape[:2]), None)
-                    figures = compare(ours[key], want, counts, key, limit)
-                    if not figures.max_rel <= limit:
-                        return (
-                            f"differs from eager ({one}, {run}): {key} is off by "
-                            f"{figures.max_rel:.1e}"
-                        )
+            if why := _why_failed(subject, name, trial, f"({one}, {trial.name})"):
+                return why
     return None
+
+
+def _trials(subject: Subject) -> Iterator[_Trial]:
+    """Of each run that the model takes."""
+    for name, inputs, visible in _runs(subject):
+        eager = answer(_outputs, subject, "eager", inputs, name == "steps")
+        if eager is not None:
+            yield _Trial(inputs, eager, name, visible)
+
+
+def _why_failed(subject: Subject, name: str, trial: _Trial, how: str) -> str:
+    """What is wrong with the outputs by the implementation `name`; "" where they are eager's. how:
+    for the text."""
+    try:
+        ours = _outputs(subject, name, trial.inputs, trial.name == "steps")
+    except Exception as error:
+        return f"raised {type(error).__name__} {how}: {' '.join(str(error).split())[:160]}"
+    for key, want in trial.want.items():
+        limit = _TOLERANCE.get(want.dtype, 1e-4)
+        counts = next((m for m in trial.visible if m.shape == want.shape[:2]), None)
+        figures = compare(ours[key], want, counts, key, limit)
+        if not figures.max_rel <= limit:
+            return f"differs from eager {how}: {key} is off by {figures.max_rel:.1e}"
+    return ""
 
 
 def _runs(subject: Subject) -> Iterator[tuple[str, dict[str, Tensor], tuple[Tensor, ...]]]:

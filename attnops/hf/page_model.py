@@ -101,21 +101,14 @@ class PagedMode:
         self.decode = decode
         self.chosen = chosen
         self._graphed = decode.mode != "hf"
-        sites = [site for site in found.sites if site.reason is None]
-        self.latents = any(paged_models.is_latent(site.module) for site in sites)
-        if not self.latents:
-            sites = [site for site in sites if paged_models.takes_cache(site.module, causal=True)]
-        why = next(paged_models.why_unsupported(owner, found, sites, self.latents), "")
-        refuse_unless(not why, why)
+        modules = self._modules(found)
         if kernel is not None:
             check_kernel(kernel, ("mla_attention" if self.latents else "paged_attention",))
-        modules: list[Any] = sorted((site.module for site in sites), key=attrgetter("layer_idx"))
         self.layers: tuple[int, ...] = tuple(module.layer_idx for module in modules)
-        model = type(owner).__name__
-        got = f"got layers {list(self.layers)} of {model}"
         refuse_unless(
             len({*self.layers}) == len(modules),
-            f"{got}, want a layer_idx of its own in each module",
+            f"got layers {list(self.layers)} of {type(owner).__name__}, want a layer_idx of its "
+            "own in each module",
         )
         # Under the masks of some models blocks of tokens (of an image) see each other both ways.
         # Their code then names them.
@@ -129,15 +122,10 @@ class PagedMode:
         )
         self.windows = dict(zip(modules, windows, strict=True))
         self._lists = paged_models.lists_of(owner, self.windows)
-        try:
-            others = layers_without_pages(self._config, self.layers)
-        except InvalidInput as error:
-            raise PatchError(
-                f'patch: cache="paged" cannot make a cache for {model}: {error}'
-            ) from error
+        states = self._layers_with_states()
         if hasattr(owner, "generate"):
             paged_models.check_generate(owner)
-        self._check_steps([number for number, layer in others.items() if has_states(layer)])
+        self._check_steps(states)
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
         self.loop = Loop()
@@ -145,6 +133,29 @@ class PagedMode:
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
         self._kept: tuple[Problem, ...] | None = None
+
+    def _modules(self, found: Match) -> list[Any]:
+        """The modules that have pages, by layer, of `latents` or of keys and values. Raises
+        PatchError where one cannot be served."""
+        sites = [site for site in found.sites if site.reason is None]
+        self.latents = any(paged_models.is_latent(site.module) for site in sites)
+        if not self.latents:
+            sites = [site for site in sites if paged_models.takes_cache(site.module, causal=True)]
+        why = next(paged_models.why_unsupported(self._owner, found, sites, self.latents), "")
+        refuse_unless(not why, why)
+        return sorted((site.module for site in sites), key=attrgetter("layer_idx"))
+
+    def _layers_with_states(self) -> list[int]:
+        """The numbers of layers that keep states in place of pages. Raises PatchError: there is no
+        cache for the model."""
+        try:
+            others = layers_without_pages(self._config, self.layers)
+        except InvalidInput as error:
+            raise PatchError(
+                f'patch: cache="paged" cannot make a cache for {type(self._owner).__name__}: '
+                f"{error}"
+            ) from error
+        return [number for number, layer in others.items() if has_states(layer)]
 
     def _check_steps(self, states: list[int]) -> None:
         """Raise PatchError where graphs are asked for that cannot be made. states: the layers that
@@ -398,22 +409,29 @@ class PagedMode:
         relisted = self._relisted(passed)
         if passed:
             refuse_given(call, given, (rows, max_cache_length), self._graphed)
-        # A prompt that goes on with a cache may be one token, which no layer can tell from a step.
-        for module in self.windows if self.latents else ():
-            expire(module.kv_b_proj)
+        self._expire()
         reasons = [Reason(relisted)] if relisted else [*self._reasons(call, rows)]
         cache = None if reasons else self._lent(call, rows, max_cache_length, reasons)
         if generation is not None:
-            generation.why = "" if passed else "; ".join(reason.why for reason in reasons)
-            generation.lent += [] if cache is None else [cache]
+            generation.note_cache(
+                cache, "" if passed else "; ".join(reason.why for reason in reasons)
+            )
         if cache is None:
-            self._warn(reasons if given is None else [])
+            if given is None:
+                self._warn(reasons)
             return method.original(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         model_kwargs.update(named(cache))
         begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
         return None
+
+    def _expire(self) -> None:
+        """Forget absorbed weights: a prompt that goes on with a cache may be one token, which no
+        layer can tell from a step."""
+        if self.latents:
+            for module in self.windows:
+                expire(module.kv_b_proj)
 
     def _elsewhere(self) -> str | None:
         """An attention to which a layer was switched after the patch, and which does not know

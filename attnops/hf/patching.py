@@ -347,23 +347,16 @@ class Patched(Handle):
 
     def _taken(self, generation: Generation) -> Took:
         paged = self._paged
-        failed = "" if self._begun is None else self._begun.why
         if paged is None or generation.why != "":
-            no_cache = None if paged is None else NO_CACHE
-            return Took("hf", "hf", generation.why or self._why or no_cache or "")
-        no_step = (
-            ""
-            if generation.graphs or paged.decode.mode == "hf"
-            else "it had no step of one token that asks for logits only"
-        )
-        why = self._why or failed
-        return Took(
-            "paged",
-            generation.graphs or "hf",
-            why or no_step,
-            "" if why else generation.loop,
-            generation.layers,
-        )
+            no_cache = "" if paged is None else NO_CACHE
+            return Took("hf", "hf", generation.why or self._why or no_cache)
+        mode = generation.graphs or "hf"
+        why = self._why or ("" if self._begun is None else self._begun.why)
+        if why:
+            return Took("paged", mode, why, "", generation.layers)
+        if not generation.graphs and paged.decode.mode != "hf":
+            why = "it had no step of one token that asks for logits only"
+        return Took("paged", mode, why, generation.loop, generation.layers)
 
     def verify(
         self,

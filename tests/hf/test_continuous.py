@@ -251,10 +251,9 @@ def test_the_pages_of_a_ring(window, size):
     expected += [[], []]
     made = blocks._made(SimpleNamespace(block_size=size, num_blocks=64), asked, 0)
     assert made is not None and made.slots.tolist() == [*write, -1, -1]
-    assert made.page_table.dtype == made.seq_lens.dtype == torch.int32
-    for pages, length, seen in zip(
-        made.page_table.tolist(), made.seq_lens.tolist(), expected, strict=True
-    ):
+    table, lengths = made.pages
+    assert table.dtype == lengths.dtype == torch.int32
+    for pages, length, seen in zip(table.tolist(), lengths.tolist(), expected, strict=True):
         assert sorted(pages[i // size] * size + i % size for i in range(length)) == seen
     assert (
         blocks._made(

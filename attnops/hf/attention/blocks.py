@@ -56,14 +56,13 @@ class Blocks(NamedTuple):
     """The step of the layers of one group.
 
     slots: int64 `[T]`, as `write_kv` takes them.
-    page_table, seq_lens: int32 `[B, M]`, `[B]`, as `paged_attention` takes them; None: the step
-    sees its new keys alone. Pages of a window
+    pages: int32 `[B, M]`, `[B]`, the page table and the lengths as `paged_attention` takes them;
+    None: the step sees its new keys alone. Pages of a window
         hold its tokens and no others, in any order.
     """
 
     slots: Tensor
-    page_table: Tensor | None = None
-    seq_lens: Tensor | None = None
+    pages: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -166,7 +165,8 @@ def _made(cache: Any, asked: Asked, group: int) -> Blocks | None:
     lengths = asked.starts_k.diff().int()
     if asked.tables is not None:
         table, rows = asked.tables[group], torch.arange(lengths.shape[0], device=lengths.device)
-        return Blocks(slot_mapping(lengths - 1, rows, table, page_size=size), table, lengths)
+        slots = slot_mapping(lengths - 1, rows, table, page_size=size)
+        return Blocks(slots, (table, lengths))
     read, write, window = asked.read[group], asked.write[group], asked.window
     slots = torch.where((write >= 0) & (write < end), write, -1)
     if not read.shape[0]:
@@ -184,7 +184,8 @@ def _made(cache: Any, asked: Asked, group: int) -> Blocks | None:
             torch.where((places >= 0) & (places < end), places, own[:, None]), lengths, window, size
         )
         first = first[::size]
-    return Blocks(slots, torch.where(first < lengths[:, None], places // size, 0).int(), lengths)
+    table = torch.where(first < lengths[:, None], places // size, 0).int()
+    return Blocks(slots, (table, lengths))
 
 
 def _ring(places: Tensor, lengths: Tensor, window: int, size: int) -> Tensor:

@@ -175,10 +175,10 @@ def continuous_function(kernel: str | None, proven: bool = False) -> Continuous:
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
             pages = pages_of(cache, number)
             write_kv(keys, values, *pages, blocks.slots)
-            if blocks.page_table is not None and blocks.seq_lens is not None:
+            if blocks.pages is not None:
                 if ring:
                     rules["window"] = (-1, -1)
-                table, lengths = blocks.page_table, blocks.seq_lens
+                table, lengths = blocks.pages
                 return paged_attention(
                     tokens, *pages, table, lengths, starts_q, holes=False, kernel=paged, **rules
                 )[None], None

@@ -158,13 +158,7 @@ def attend_keys(
     batch, heads, count, _ = request.query.shape
     window = cache.window_of(layer)
     if window and not 0 <= found.window_left < window:
-        got = "unbounded" if found.window_left < 0 else found.window_left + 1
-        fail(
-            InvalidInput,
-            f"window of layer {layer}",
-            got,
-            f"at most {window}, the window that its pages were made for",
-        )
+        _refuse_window(layer, found.window_left, window)
     view = cache.view(layer, found.start, count, heads)
     now, past, (k_pages, v_pages) = view.batch, view.past, view.pages
     # Under autocast the query has another dtype than the pages.
@@ -196,12 +190,7 @@ def attend_keys(
     if past is not None:
         slots, start = past
         # Copied before the step overwrites the pages of the window.
-        before = (
-            pages.flatten(0, 1)[slots].unflatten(0, (batch, -1)) for pages in (k_pages, v_pages)
-        )
-        keys, values = (
-            torch.cat([old, new], 1) for old, new in zip(before, (key, value), strict=True)
-        )
+        keys, values = _behind(k_pages, slots, key), _behind(v_pages, slots, value)
         end = torch.full_like(start, keys.shape[1])
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
     cache.wrote(layer)
@@ -247,6 +236,18 @@ def attend_keys(
         **rules,
     )
     return out.view(batch, count, heads, out.shape[2]).to(like)
+
+
+def _refuse_window(layer: int, window_left: int, most: int) -> None:
+    got = "unbounded" if window_left < 0 else window_left + 1
+    want = f"at most {most}, the window that its pages were made for"
+    fail(InvalidInput, f"window of layer {layer}", got, want)
+
+
+def _behind(pages: Tensor, slots: Tensor, new: Tensor) -> Tensor:
+    """`[B, W + S, H, D]`: the new tokens `[B, S, H, D]` behind those in the slots `[B * W]`."""
+    old = pages.flatten(0, 1)[slots].unflatten(0, (new.shape[0], -1))
+    return torch.cat([old, new], 1)
 
 
 def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> Tensor:

@@ -82,6 +82,26 @@ class Sizes(NamedTuple):
     fixed: bool = False
 
 
+def room_of(sizes: Sizes, page_size: int) -> Room:
+    """The room of these pages."""
+    rows, length = sizes.rows, sizes.length
+    whole = -(-length // page_size)
+    # Two columns at least: the compiler specialises on a table of one.
+    latents = over_latents(sizes.layers[0])
+    columns = columns_of(length, page_size) if latents else max(2, whole)
+    layers = list(map(_layer, sizes.layers))
+    pages = 1 + rows * whole
+    return Room(layers, pages, page_size, rows, columns, sizes.drafts, length, "max_length")
+
+
+def _layer(layer: Problem) -> Layer:
+    """What a layer keeps of a token, and the window that it keeps."""
+    if over_latents(layer):
+        return Layer(((layer.head_dim,),))
+    keys, values = (layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.v_head_dim)
+    return Layer((keys, values), layer.rules.window[0] + 1)
+
+
 class ModelPages(Pages):
     """Pages for `sizes.rows` requests of `sizes.length` tokens, and the counters of the batch. All
     tensors keep their addresses.
@@ -112,24 +132,8 @@ class ModelPages(Pages):
             device=sizes.device,
             workspace_bytes=_PLENTY,
         )
-        size, first = self.choice.page_size, sizes.layers[0]
-        whole = -(-length // size)
-        # Two columns at least: the compiler specialises on a table of one.
-        columns = columns_of(length, size) if over_latents(first) else max(2, whole)
-        layers = [
-            Layer(((layer.head_dim,),))
-            if over_latents(layer)
-            else Layer(
-                ((layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.v_head_dim)),
-                layer.rules.window[0] + 1,
-            )
-            for layer in sizes.layers
-        ]
-        super().__init__(
-            Room(layers, 1 + rows * whole, size, rows, columns, sizes.drafts, length, "max_length"),
-            dtype=first.dtype,
-            device=sizes.device,
-        )
+        room = room_of(sizes, self.choice.page_size)
+        super().__init__(room, dtype=sizes.layers[0].dtype, device=sizes.device)
         for _ in range(rows):
             self.alloc(length)
         self.begun: set[Hashable] = set()
@@ -143,9 +147,8 @@ class ModelPages(Pages):
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
         self.one_launch()
         with ordinary():
-            self.seen, self.high = (
-                torch.zeros((), dtype=torch.int64, device=sizes.device) for _ in range(2)
-            )
+            self.seen = torch.zeros((), dtype=torch.int64, device=sizes.device)
+            self.high = torch.zeros_like(self.seen)
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
         self.counters = self.seen, self.pad, self.high

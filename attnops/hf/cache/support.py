@@ -63,24 +63,29 @@ def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.devi
     model: gives the dtype where all weights of the module are quantised, and the device where it
     has none.
     """
-    parts = [part for part in (module, model) if part is not None]
+    parts = [module] if model is None else [module, model]
     placed = next((p for part in parts for p in part.parameters()), None)
+    device = torch.device("cpu") if placed is None else placed.device
+    if device.type == "meta":
+        device = _runs_on(module, device)
+    return device, _dtype_of(parts)
+
+
+def _runs_on(module: nn.Module, device: torch.device) -> torch.device:
+    """The device that accelerate's hooks name; `device` where they name none."""
+    hooks = (getattr(m, "_hf_hook", None) for m in module.modules())
+    named = (getattr(hook, "execution_device", None) for hook in hooks)
+    found = next((each for each in named if each is not None), device)
+    return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
+
+
+def _dtype_of(parts: Sequence[nn.Module]) -> torch.dtype:
+    """That of the first weight that is not quantised."""
     # A module with weights of one byte also has their scales, often float32 in any layer.
     owners = (list(m.parameters(recurse=False)) for part in parts for m in part.modules())
     weights = (p for own in owners if all(p.dtype.itemsize > 1 for p in own) for p in own)
     found = next((p for p in weights if p.dtype.is_floating_point), None)
-    dtype = torch.get_default_dtype() if found is None else found.dtype
-    device = torch.device("cpu") if placed is None else placed.device
-    if device.type == "meta":
-        hooks = (getattr(m, "_hf_hook", None) for m in module.modules())
-        runs_on = next(
-            (d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None),
-            device,
-        )
-        device = (
-            torch.device("cuda", runs_on) if isinstance(runs_on, int) else torch.device(runs_on)
-        )
-    return device, dtype
+    return torch.get_default_dtype() if found is None else found.dtype
 
 
 def refuse_unless(ok: object, why: str) -> None:

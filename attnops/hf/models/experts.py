@@ -23,7 +23,7 @@ from attnops.core.record import asked, changed, name as name_of
 from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded
 from attnops.hf.models.chosen import is_ours
-from attnops.hf.models.trial import alone, answer
+from attnops.hf.models.trial import Site, Trial, alone, answers, left_alone
 from attnops.kernels.triton.attention import FLOATS
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 from attnops.nn.steady import apart
@@ -68,14 +68,6 @@ class Gate:
         implementation(self.stock)
 
 
-@dataclass(frozen=True)
-class Site:
-    """An experts module of a model, and its gate, or the reason why it is left as it is."""
-
-    module: nn.Module
-    found: Gate | str
-
-
 class Experts:
     """The experts of a model, taken over until `undo()`."""
 
@@ -102,30 +94,22 @@ class Experts:
 
     def notes(self) -> tuple[str, ...]:
         """Lines of a report; none for a model without experts."""
-        taken, left = Counter[str](), Counter[str]()
-        for site in self.sites:
-            now = getattr(getattr(site.module, "config", None), SWITCH, None)
-            if isinstance(site.found, str):
-                left[site.found] += 1
-            elif now != PREFIX + site.found.stock:
-                left[f"set to {now!r} after patch()"] += 1
-            else:
-                taken[site.found.stock] += 1
-        count = len(self.sites)
-        lines = [
-            (
-                f"experts of {n} of {count} layers: up to {MOST_TOKENS} tokens on a GPU, without "
-                f"gradients; {stock!r} of transformers else"
-            )
+        found = list(map(_now, self.sites))
+        taken = Counter(each.stock for each in found if isinstance(each, Gate))
+        lines = (
+            f"experts of {n} of {len(found)} layers: up to {MOST_TOKENS} tokens on a GPU, without "
+            f"gradients; {stock!r} of transformers else"
             for stock, n in taken.items()
-        ]
-        return (
-            *lines,
-            *(
-                f"experts of {n} of {count} layers are left as they are: {why}"
-                for why, n in left.items()
-            ),
         )
+        return (*lines, *left_alone("experts", found))
+
+
+def _now(site: Site[Gate]) -> Gate | str:
+    """What was found of a module, or why it runs other code by now."""
+    name = getattr(getattr(site.module, "config", None), SWITCH, None)
+    if isinstance(site.found, str) or name == PREFIX + site.found.stock:
+        return site.found
+    return f"set to {name!r} after patch()"
 
 
 Serve = Callable[[Any, Tensor, Tensor, Tensor], Tensor | None]
@@ -226,7 +210,7 @@ def plain(weight: Any) -> bool:
 # Recognition --------------------------------------------------------------------------------------
 
 
-def sites(model: nn.Module) -> Iterator[Site]:
+def sites(model: nn.Module) -> Iterator[Site[Gate]]:
     """The experts modules of a model."""
     gates: dict[tuple[Any, ...], Gate | None] = {}
     for module in model.modules():
@@ -244,22 +228,28 @@ def _against(module: Any) -> str:
     """Why a module that asks the interface keeps transformers' own code, whatever its activation;
     "" if nothing speaks against it."""
     stock = getattr(module.config, SWITCH, None)
-    weights = [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")]
+    gate_up: Any = getattr(module, "gate_up_proj", None)
+    down: Any = getattr(module, "down_proj", None)
     if interface is None or stock not in STOCK:
         return f"the implementation is {stock!r}"
     if not module.has_gate:
         return "they have no gate"
-    if is_parametrized(module) or not all(map(plain, weights)):
+    if is_parametrized(module) or not (plain(gate_up) and plain(down)):
         return "their weights are no plain parameters"
-    gate_up, down = (cast(Tensor, w) for w in weights)
     if gate_up.dtype not in FLOATS or gate_up.dtype != down.dtype:
         return f"their weights are {name_of(gate_up.dtype)}"
     if getattr(getattr(module, "_hf_hook", None), "offload", False):
         return "their weights are offloaded"
-    outs = 2 if module.is_transposed else 1
-    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[outs] != 2 * down.shape[3 - outs]:
+    if not _are_halves(gate_up, down, 2 if module.is_transposed else 1):
         return f"their weights have the shapes {tuple(gate_up.shape)} and {tuple(down.shape)}"
     return ""
+
+
+def _are_halves(gate_up: Tensor, down: Tensor, outs: int) -> bool:
+    """Does an expert's first weight give twice what its second takes? outs: the dim of what the
+    first gives."""
+    three = gate_up.dim() == down.dim() == 3
+    return three and gate_up.shape[outs] == 2 * down.shape[3 - outs]
 
 
 PROBE = 12.0
@@ -294,9 +284,10 @@ def gate_of(module: Any) -> Gate | None:
 
 def _tried(module: Any, stock: str, floats: tuple[float, ...]) -> Gate | None:
     y = (PROBE * torch.sin(torch.arange(96, dtype=torch.float32).square())).view(4, 24)
-    want = answer(module._apply_gate, y)
-    if not isinstance(want, Tensor) or want.shape != (4, 12):
+    want = answers(("gated",), module._apply_gate, y)
+    if want is None or want["gated"].shape != (4, 12):
         return None
+    trial = Trial(y, want)
     for activation, interleaved, limit, offset in itertools.product(
         GATES, (False, True), (0.0, *floats), (0.0, 1.0)
     ):
@@ -305,6 +296,6 @@ def _tried(module: Any, stock: str, floats: tuple[float, ...]) -> Gate | None:
         )
         for alpha in (1.0, 1.702, *floats) if activation == "silu" else (1.0,):
             call = changed(like, alpha=alpha)
-            if torch.allclose(gated(call, y, y.dtype), want, rtol=1e-5, atol=1e-5):
+            if trial.is_met("gated", gated(call, y, y.dtype), 1e-5, 1e-5):
                 return Gate(stock, {n: getattr(call, n) for n in sorted(asked(call))})
     return None

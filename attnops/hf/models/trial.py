@@ -1,13 +1,56 @@
-"""How a module of a stranger is tried: alone, and without an error."""
+"""How a module of a stranger is proven: its own code is run on inputs of ours, and what it answers
+is compared with what our code gives.
+
+A `Trial` is one such run. Routers and experts search for the arguments of an op that give the same
+numbers; models are run again with our masks (attnops.hf.mask_trials). What is found, or the reason
+against it, is in a `Site`. Modules whose class or source says enough are read and not tried:
+attention_modules, rows and attnops.adapters.callers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a stranger's code. inputs: what it was given. want: its answers, by name."""
+
+    inputs: Any
+    want: Mapping[str, Tensor]
+
+    def is_met(self, name: str, got: Tensor, rtol: float, atol: float) -> bool:
+        """Is this its answer, within the tolerances, relative and absolute?"""
+        want = self.want[name].float()
+        return torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class Site(Generic[Found]):
+    """A module of a model, and what trials have found of it, or the reason why it is left as it
+    is."""
+
+    module: nn.Module
+    found: Found | str
+
+
+def left_alone(kind: str, found: Sequence[object]) -> Iterator[str]:
+    """The lines of a report on modules that are left as they are.
+
+    kind: their name. found: of each module, the reason, or what is no text.
+    """
+    for why, n in Counter(each for each in found if isinstance(each, str)).items():
+        yield f"{kind} of {n} of {len(found)} layers are left as they are: {why}"
 
 
 @contextmanager
@@ -25,3 +68,12 @@ def answer(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
     except Exception:
         return None
+
+
+def answers(names: Sequence[str], call: Callable[..., Any], *args: Any) -> dict[str, Tensor] | None:
+    """The tensors that it gives, by these names; None where it raises, or gives something else."""
+    out = answer(call, *args)
+    given = out if isinstance(out, tuple) else (out,)
+    if len(given) != len(names) or not all(isinstance(t, Tensor) for t in given):
+        return None
+    return dict(zip(names, given, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -90,7 +90,8 @@ class Here:
     """A step under way in a thread, of `rows` rows of one token each, or packed: of `rows` tokens
     of a prompt in one row.
 
-    twins: of layers that have not changed since. batches: of the step, by page table.
+    twins: of layers of a packed step that have not changed since.
+    batches: of the step, by page table.
     """
 
     regions: Regions
@@ -98,7 +99,7 @@ class Here:
     rows: int
     thread: int
     packed: bool = False
-    twins: dict[nn.Module, Twin] | None = None
+    twins: dict[nn.Module, Twin] = field(default_factory=dict)
     batches: dict[int, PagedBatch] = field(default_factory=dict)
 
     @contextmanager
@@ -142,13 +143,11 @@ class Here:
             self._let_vary(args, kwargs)
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is
         # faster have a trace of their own.
-        twins = self.twins
-        same = None if twins is None else twins.get(layer) or twin(layer)
+        same = self.twins.get(layer) or twin(layer) if self.packed else None
         out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
-        if twins is not None and same is not None and layer not in twins:
-            wrote = write_back(layer, same[0])
-            if not wrote:  # a twin whose run set attributes is not the layer's any more
-                twins[layer] = same
+        # A twin whose run set attributes is not the layer's any more.
+        if same is not None and layer not in self.twins and not write_back(layer, same[0]):
+            self.twins[layer] = same
         cache.wrote(number)
         return out
 
@@ -211,22 +210,27 @@ def modules_of(
             parents[model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])] = None
     if missing := sorted(cache.numbers.keys() - set(found.values())):
         raise NotRegional(f"layers {missing} are in no list of layers of one class")
+    beside = _beside(model, parents)
+    own = [type(m).__name__ for m in (*found, *beside) if is_replaced(m)]
+    if own:
+        raise NotRegional(f"{own[0]} has a forward of its own instance, or is compiled")
+    return found, beside
+
+
+def _beside(model: nn.Module, parents: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules beside the layers, and the product of the logits. parents: of the layers."""
     # torch's own are one kernel each, but for the product of the logits another kernel may be
     # faster.
-    beside = [
+    found = [
         m
         for parent in parents
         for m in parent.children()
         if not type(m).__module__.startswith("torch.")
     ]
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    beside += (
-        [head] if isinstance(head, nn.Linear) and is_linear(head) and not is_replaced(head) else []
-    )
-    own = [type(m).__name__ for m in (*found, *beside) if is_replaced(m)]
-    if own:
-        raise NotRegional(f"{own[0]} has a forward of its own instance, or is compiled")
-    return found, beside
+    if isinstance(head, nn.Linear) and is_linear(head) and not is_replaced(head):
+        found.append(head)
+    return found
 
 
 def _within(mask: Any, window: int) -> bool:

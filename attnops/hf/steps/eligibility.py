@@ -106,6 +106,12 @@ class Asked(NamedTuple):
         )
 
     @property
+    def positions(self) -> int:
+        """The positions that the model has."""
+        limits = (getattr(each, "max_position_embeddings", None) for each in self.criteria)
+        return min((limit for limit in limits if limit is not None), default=sys.maxsize)
+
+    @property
     def eos(self) -> list[Tensor]:
         """The tokens that end a row, of each criterion."""
         return [each.eos_token_id for each in self.criteria if type(each) is EosTokenCriteria]
@@ -200,8 +206,7 @@ def _why_misplaced(asked: Asked, cache: PagedModelCache) -> Iterator[str]:
     )
     if columns + most - ids.shape[-1] > cache.max_length + 1:
         yield "its text may not fit the cache"
-    limits = (getattr(each, "max_position_embeddings", None) for each in asked.criteria)
-    if any(limit is not None and most > limit + 1 for limit in limits):
+    if most > asked.positions + 1:
         yield "its text may be longer than the model's positions"
 
 

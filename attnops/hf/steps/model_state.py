@@ -140,7 +140,7 @@ class Glance:
         tensors = [own[name] for own in owned for name in ("_parameters", "_buffers")]
         self._empty = [held for held in inside + tensors if not held]
         self._inside, self._tensors = list(filter(None, inside)), list(filter(None, tensors))
-        held = [t for t in self._all_tensors() if t is not None]
+        held = self._held()
         if any(t.is_meta for t in held):
             self._refuse_meta()
         # Parts of other tensors, and versions of weights, are for the state.
@@ -158,11 +158,13 @@ class Glance:
         except Exception:  # attributes that cannot be compared, or are gone
             return False
 
-    def _all_tensors(self) -> list[Any]:
-        return _flat(self._tensors) + self._values.tensors + self._code.values.tensors
+    def _held(self) -> list[Any]:
+        """All tensors."""
+        every = _flat(self._tensors) + self._values.tensors + self._code.values.tensors
+        return [t for t in every if t is not None]
 
     def _look(self) -> tuple[Any, ...]:
-        found = [t for t in self._all_tensors() if t is not None]
+        found = self._held()
         return (
             list(map(Tensor.data_ptr, found)),
             [t.shape for t in found],

@@ -217,14 +217,12 @@ class Prompts:
             given.get("attention_mask"), state.pages, rows, columns, fresh=not state.filled
         )
         counts = [columns - max(s - seen, 0) for s in starts]
-        before = [max(seen - s, 0) for s in starts]
         self.why = _why_unpacked(counts, padded=positions is None and any(starts))
         if self.why:
             return None
         if positions is None:
             positions = torch.arange(seen, seen + columns, device=ids.device)
-        whole = self._of_length or any(state.pages.windows)
-        parts = parts_of(counts, before, sum(counts) if whole else CHUNK)
+        parts = self._chunks(counts, [max(seen - s, 0) for s in starts], state.pages)
         over = [self._due(part, graphs) for part in parts]
         if over == [None] and self._is_short(parts[0]):
             self.why = f"over these pages, {CAPTURE_AFTER} prompts as short have not run before"
@@ -237,6 +235,11 @@ class Prompts:
         self.took = "captured" if self._replayed else "compiled"
         self.failures.done("layers")
         return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _chunks(self, counts: list[int], before: list[int], pages: ModelPages) -> list[Part]:
+        """As `parts_of`, of as many tokens as compiled layers take at once."""
+        whole = self._of_length or any(pages.windows)
+        return parts_of(counts, before, sum(counts) if whole else CHUNK)
 
     def _is_of_compiler(self, error: Exception) -> bool:
         """Could layers not be compiled? An error of layers that ran before is one of the step."""

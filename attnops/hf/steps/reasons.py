@@ -144,14 +144,19 @@ def why_unpaged_unasked(call: Call, forward: Method | None) -> Iterator[Reason]:
         yield Reason(split_over(owner) or REPLACED)
     if call.asks("output_hidden_states"):
         yield Reason("output_hidden_states=True")
-    if owner.training:
-        yield Reason("the model is in training mode")
-    elif dropping := drawing(owner):
-        yield Reason(f"dropout is on in {dropping}, which is in training mode")
+    yield from _why_random(owner)
     if call.assisted:
         yield Reason("assisted generation has steps of several tokens")
     if not _left_padded(call.given.get("attention_mask")):
         yield Reason("the attention_mask has zeros between or behind ones, which pages do not hold")
+
+
+def _why_random(owner: Any) -> Iterator[Reason]:
+    """Training mode, of the model or of a part of it that draws random numbers there."""
+    if owner.training:
+        yield Reason("the model is in training mode")
+    elif dropping := drawing(owner):
+        yield Reason(f"dropout is on in {dropping}, which is in training mode")
 
 
 def refuse_given(call: Call, given: Any, sizes: tuple[int, int], graphed: bool) -> None:
