@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
 from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import count_dispatch_modes
 
 if TYPE_CHECKING:
     from attnops.ops.latent.record import MlaAttention
@@ -235,7 +235,7 @@ def _fits(lengths: Tensor, width: int) -> None:
         and not torch.compiler.is_compiling()
         and lengths.numel() > 0
     )
-    if host and not _len_torch_dispatch_stack() and (longest := int(lengths.max())) > width:
+    if host and not count_dispatch_modes() and (longest := int(lengths.max())) > width:
         raise InvalidInput("max_seqlen", width, f">= {longest}, the longest request by cu_seqlens")
 
 

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from attnops.core.private_torch import without_modes
 
 
 @contextmanager
 def alone() -> Iterator[None]:
     """Within the block tensors are made on the CPU, without gradients, and no mode from around is
     in force, as of fake tensors."""
-    with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
+    with torch.no_grad(), without_modes(), torch.device("cpu"):
         yield
 
 
