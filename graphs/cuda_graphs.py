@@ -192,7 +192,11 @@ long as to look at them."""
 def frozen() -> Iterator[None]:
     """Garbage collections in the block look at objects made in it: a process that has compiled
     holds a million, and to look at them takes longer than a capture. Objects that the program froze
-    on purpose stay frozen."""
+    on purpose stay frozen.
+
+    gc.collect(1), which looks at young objects alone, leaves garbage that outlived an earlier
+    collection, with its memory of the device: a session collects between captures.
+    """
     global _frozen
     with CAPTURING:
         freezes = not _frozen and gc.get_freeze_count() < _EXEMPT
@@ -312,6 +316,8 @@ class CudaGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         clear_workspaces()
         graph = torch.cuda.CUDAGraph()
+        # A collection within the capture could free a graph, which ends it. torch.cuda.graph, the
+        # public way, lets collections happen.
         if gc.isenabled():
             self._taken.callback(gc.enable)
             gc.disable()

@@ -43,6 +43,7 @@ def _storage_offset(_: Any) -> Any:
 
 def _slice_from_the_start() -> None:
     # A slice of a base that begins later would be taken that much too far: as_strided takes it.
+    # torch has no setting against slices alone: enable_auto_functionalized_v2 is for all views.
     original = getattr(auto_functionalize, "try_use_slice", None)
     if original is None or hasattr(original, "original"):
         return

@@ -29,9 +29,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# A call on fake tensors, which have no memory, is planned and does not run. The two exceptions are
-# torch's for code that asks for their values, and unset_fake_temporarily lets a block see real ones.
-# TorchDispatchMode is the base of modes of ours that see every op of a block.
+# A call on fake tensors, which have no memory, is planned and does not run. Code that reads their
+# values gets the two exceptions, and `unset_fake_temporarily` lets a block see real tensors.
+# `TorchDispatchMode` is the base of modes of ours that see every op of a block.
 
 F = TypeVar("F", bound=Callable[..., Any])
 ContextManager = AbstractContextManager[Any]

@@ -105,8 +105,8 @@ class Here:
         """Within the block, this thread's calls of these modules are those of the step. layers:
         with their numbers."""
         try:
-            # Attributes of the instances for the time of the step. Calls of other threads run as
-            # ever.
+            # Attributes of the instances for the time of the step, as hooks, the public way, run
+            # beside a forward and not in its place. Calls of other threads run as ever.
             for layer, number in layers.items():
                 vars(layer)["forward"] = partial(self.layer, layer, number)
             for module in beside:
