@@ -94,7 +94,7 @@ def with_block_tables(given: Any, model_config: Any) -> Any:
                 super().__setattr__(name, value)
 
     kept = object.__new__(BatchingConfig)
-    vars(kept).update(vars(given))
+    kept.__dict__.update(vars(given))
     return kept
 
 
