@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch._guards import TracingContext
+from ..core.private_torch import tracing_context
 
 
 def shape_env() -> Any:
     """The shape environment of the current trace, or None."""
-    found = TracingContext.try_get()
+    found = tracing_context()
     return None if found is None or found.fake_mode is None else found.fake_mode.shape_env
 
 

@@ -13,9 +13,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.needs import parse
+from ..core.private_torch import TorchDispatchMode, end_pool, release_pool
 
 _LOCKS: dict[int, AbstractContextManager[Any]] = {}
 """By the index of a device."""
@@ -179,7 +179,7 @@ def clean_up(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device, began
     # themselves.
     if not succeeded and version() < _RELEASES and (began or ended):
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_releasePool(device.index, pool)
+            release_pool(device, pool)
 
 
 def _succeeded(graph: torch.cuda.CUDAGraph) -> bool:
@@ -194,7 +194,7 @@ def _succeeded(graph: torch.cuda.CUDAGraph) -> bool:
 def _ended(device: torch.device, pool: Any) -> bool:
     """End the pool of a capture. False where torch had ended it, or had not begun it."""
     try:
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+        end_pool(device, pool)
     except RuntimeError:
         return False
     return True

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..core.fx_effects import comparable
+from ..core.private_torch import inductor_config, start_compile_workers
 from ..core.record import need
 from .cached_guards import whole_guards
 from .cuda_graphs import Recorded
@@ -26,16 +27,17 @@ list."""
 
 def inductor(module: fx.GraphModule, examples: list[Any]) -> Piece:
     """Compile with Inductor, with the symbolic sizes of the trace at hand."""
-    from torch._inductor import standalone_compile
+    from ..core.private_torch import standalone_compile
 
     # Autotuning at compile time, which artifacts for saving need, compiles and loads every kernel
     # twice and allocates tensors as large as the weights and pages. A piece is autotuned like code
     # of torch.compile: in the run before the capture.
     options: dict[str, Any] = {"config_patches": {"triton.autotune_at_compile_time": None}}
     with whole_guards():
-        return standalone_compile(
+        piece: Piece = standalone_compile(
             module, examples, dynamic_shapes="from_tracing_context", options=options
         )
+    return piece
 
 
 def tuned(module: fx.GraphModule, examples: list[Any]) -> Piece:
@@ -45,9 +47,7 @@ def tuned(module: fx.GraphModule, examples: list[Any]) -> Piece:
     A matrix product of one row then becomes a Triton kernel, fused with its neighbours, that reads
     weights faster than cuBLAS.
     """
-    from torch._inductor import config
-
-    with config.patch(coordinate_descent_tuning=True):
+    with inductor_config().patch(coordinate_descent_tuning=True):
         return inductor(module, examples)
 
 
@@ -72,13 +72,8 @@ def start_workers(inner: Inner) -> None:
 
     Otherwise the first piece starts them, and the next ones wait.
     """
-    if inner not in (inductor, tuned) or not torch.cuda.is_available():
-        return
-    from torch._inductor import async_compile
-
-    # Not public: without it the workers start later.
-    if (start := getattr(async_compile, "maybe_warm_pool", None)) is not None:
-        start()
+    if inner in (inductor, tuned) and torch.cuda.is_available():
+        start_compile_workers()
 
 
 @dataclass(frozen=True)

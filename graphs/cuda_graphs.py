@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import AttnopsError, NotCapturable
+from ..core.private_torch import clear_workspaces, storage_at
 from ..core.record import need
 from .capturing import DRAWS, begins, capture_stream, clean_up, mend, quiet
 from .graph_breaks import Break
@@ -137,13 +138,6 @@ class Recorded:
             graph.reset()
 
 
-def _clear_workspaces() -> None:
-    # A graph keeps the address of cuBLAS' workspace. Inductor frees the warm-up's before captures
-    # of its own. One that is allocated in a capture belongs to the graph's pool and must return to
-    # it before other work uses it.
-    torch._C._cuda_clearCublasWorkspaces()
-
-
 def _check_allocator() -> None:
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         want = (
@@ -198,7 +192,11 @@ long as to look at them."""
 def frozen() -> Iterator[None]:
     """Garbage collections in the block look at objects made in it: a process that has compiled
     holds a million, and to look at them takes longer than a capture. Objects that the program froze
-    on purpose stay frozen."""
+    on purpose stay frozen.
+
+    gc.collect(1), which looks at young objects alone, leaves garbage that outlived an earlier
+    collection, with its memory of the device: a session collects between captures.
+    """
     global _frozen
     with CAPTURING:
         freezes = not _frozen and gc.get_freeze_count() < _EXEMPT
@@ -316,8 +314,10 @@ class CudaGraphs:
         # The allocator refuses the handle of a pool whose last graph was freed.
         if self._pool is None or not self._live:
             self._pool = torch.cuda.graph_pool_handle()
-        _clear_workspaces()
+        clear_workspaces()
         graph = torch.cuda.CUDAGraph()
+        # A collection within the capture could free a graph, which ends it. torch.cuda.graph, the
+        # public way, lets collections happen.
         if gc.isenabled():
             self._taken.callback(gc.enable)
             gc.disable()
@@ -332,7 +332,7 @@ class CudaGraphs:
             raise RuntimeError("end() without begin()")
         graph.capture_end()
         self._open = None
-        _clear_workspaces()
+        clear_workspaces()
         self._taken.close()
         captured = _Captured(graph, self._live, self.device)
         self._live.add(captured)
@@ -346,7 +346,7 @@ class CudaGraphs:
             if graph is not None:
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
-                _clear_workspaces()
+                clear_workspaces()
                 pool = self._pool
                 # What the capture has made may live on in its pool, which no later one takes.
                 self._pool, self._live = None, weakref.WeakSet()
@@ -359,11 +359,12 @@ class CudaGraphs:
     def weak(self, tensor: Tensor) -> Tensor:
         """A tensor over the same bytes that does not own them. `tensor` itself where torch cannot
         make one: memory is then not shared."""
-        make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
-        if make is None or tensor.numel() == 0:
+        if tensor.numel() == 0:
             return tensor
         whole = tensor.untyped_storage()
-        storage = make(whole.data_ptr(), tensor.device, whole.nbytes())
+        storage = storage_at(whole.data_ptr(), tensor.device, whole.nbytes())
+        if storage is None:
+            return tensor
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 

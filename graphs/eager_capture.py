@@ -10,11 +10,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..core.errors import NotCapturable, fail
+from ..core.private_torch import FakeTensor, TorchDispatchMode, dispatch_mode_stack
 from .cuda_graphs import Recorded
 from .graph_breaks import MARK, OUTSIDE, Break, break_of, kernel_of
 
@@ -136,7 +135,7 @@ class CaptureMode(TorchDispatchMode):
 def capture_mode() -> CaptureMode | None:
     """The mode that captures this step, if any."""
     return next(
-        (m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, CaptureMode)),
+        (m for m in reversed(dispatch_mode_stack()) if isinstance(m, CaptureMode)),
         None,
     )
 
@@ -172,7 +171,6 @@ def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) ->
         The function to call instead. Without `piecewise` and `breakable` it equals `function`,
         opaque to torch.compile.
     """
-    from torch._dynamo import allow_in_graph
 
     def opaque(*args: Any, **kwargs: Any) -> Any:
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -184,7 +182,7 @@ def outside(function: Callable[..., R], fake: Callable[..., R] | None = None) ->
 
     name = getattr(function, "__qualname__", type(function).__name__)
     setattr(opaque, MARK, name)
-    allow_in_graph(opaque)
+    torch.compiler.allow_in_graph(opaque)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

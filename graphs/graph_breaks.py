@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..core.kernel import Capture, Kernel, kernels_of
+from ..core.private_torch import OpOverload
 from ..core.select import choose
 from ..ops import OPS
 
@@ -37,7 +38,7 @@ class Break:
 def kernel_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel | None:
     """The kernel of a call on real or fake arguments, by its overload or chosen; None if `target`
     is not of attnops. Raises NoKernel."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "attnops":
+    if not isinstance(target, OpOverload) or target.namespace != "attnops":
         return None
     op = OPS.get(target._schema.name.partition("::")[2])
     if op is None:
@@ -57,7 +58,7 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
         return Break(kernel.op, kernel.name, "asked for") if kernel.op in eager else None
     if (name := getattr(target, MARK, None)) is not None:
         return Break(name, "", OUTSIDE)
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         if torch.Tag.cudagraph_unsafe in target.tags:
             return Break(str(target), "", "tagged cudagraph_unsafe")
         if target._schema.name in eager:

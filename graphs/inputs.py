@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -13,12 +13,10 @@ from torch import Tensor
 from ..cache.batch import PagedBatch
 from ..cache.paged import ordinary
 from ..core.errors import InvalidInput, StaleGraph, fail
+from ..core.private_torch import copy_all
 from .buckets import Bucket
 from .options import Options, Values, rows_of
 from .stale import Guard, described
-
-# One kernel for many small tensors. torch exports it under no other name.
-_copy: Callable[[list[Tensor], list[Tensor]], None] = vars(torch)["_foreach_copy_"]
 
 
 class _Rows(NamedTuple):
@@ -187,7 +185,7 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
         ours.append(own)
         theirs.append(given)
     for ours, theirs in by_dtype.values():
-        _copy(ours, theirs)
+        copy_all(ours, theirs)
 
 
 def _like(given: Tensor, rows: int, by_token: bool) -> _Rows:

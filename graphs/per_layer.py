@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..core.errors import AttnopsError, NotCapturable, SideEffect, find, one_line
+from ..core.private_torch import shapes_config
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
 from .compile_pieces import Inner, Program, compile_parts, compiler_of, start_workers
@@ -211,10 +212,8 @@ class Regions:
     def _traced_once(
         self, found: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str
     ) -> Any:
-        from torch._dynamo.exc import TorchDynamoException
-        from torch.fx.experimental import _config
+        from ..core.private_torch import TorchDynamoException
 
-        shapes: Any = _config  # torch adds `patch` when the module is loaded
         same, functions = found
         key = (apart, *(x if isinstance(x, str) else id(x) for x in functions))
         if key not in self._compiled:
@@ -229,7 +228,7 @@ class Regions:
                 self._compiled.pop(next(iter(self._compiled)))
         try:
             # Two sizes that happen to be equal are two symbols.
-            with tracing(), shapes.patch(use_duck_shape=False):
+            with tracing(), shapes_config().patch(use_duck_shape=False):
                 return self._compiled[key][1](same, args, kwargs)
         except TorchDynamoException as e:
             known = find(e)
@@ -328,7 +327,7 @@ class PerLayer(AsItRuns):
 def varying(tensor: Tensor, *dims: int) -> Tensor:
     """Mark these dims of the tensor as varying for the compiler, except sizes of one. Returns the
     tensor."""
-    from torch._dynamo import maybe_mark_dynamic
+    from ..core.private_torch import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, [dim for dim in dims if tensor.shape[dim] > 1])
     return tensor

@@ -18,6 +18,7 @@ from ..core.errors import NotCapturable, fail
 from ..core.fx_effects import comparable, equal_calls, may_write, storages
 from ..core.kernel import Kernel
 from ..core.precompile import begin
+from ..core.private_torch import OpOverloadPacket
 from ..core.select import parse_policy
 from ..ops import OPS
 from .graph_breaks import DATA, Break, break_of, depends_on_data, kernel_of
@@ -230,7 +231,7 @@ def _cut(node: fx.Node, eager: Collection[str], begun: set[Any]) -> Cut | None:
 def _name_overload(node: fx.Node) -> None:
     """Have the node call an overload in place of an op, where there is but one to call."""
     packet = node.target
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return
     # All overloads of an attnops op have one schema.
     ours = packet._qualified_op_name.startswith("attnops::")

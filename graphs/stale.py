@@ -11,12 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..core.errors import ReplayMismatch, StaleGraph, fail
-from ..core.private_torch import autocasting
+from ..core.private_torch import autocasting, same_addresses
 from ..core.problem import repeatable
 from ..core.select import active_policy
-
-_equal_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-
 
 Leaves = list[tuple[str, Any]]
 """The values in a structure, each with its path."""
@@ -61,11 +58,7 @@ class Guard:
         for name, (value, frozen, leaves) in self._fixed.items():
             if values[name] is not value or not frozen:
                 _compare_leaves(name, _leaves(values[name]), leaves)
-        if _equal_pointers is not None:
-            same = bool(_equal_pointers(self._tensors, self._pointers, self._every))
-        else:
-            same = [t.data_ptr() for t in self._tensors] == self._pointers
-        if not same:
+        if not same_addresses(self._tensors, self._pointers, self._every):
             self._fail_of_addresses()
 
     def _fail_of_modes(self) -> None:

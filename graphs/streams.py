@@ -6,15 +6,12 @@ beside each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Of the index of a device: the current stream as an int, without the object that torch makes of it.
-# None: this torch has another name for it.
-_raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+from ..core.private_torch import current_stream
 
 
 class Streams:
@@ -22,8 +19,8 @@ class Streams:
 
     def number(self, device: torch.device) -> int:
         """The current stream, as an int that no other stream of the device has."""
-        if _raw is not None and device.index is not None:
-            return _raw(device.index)
+        if device.index is not None:
+            return current_stream(device.index)
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def current(self, device: torch.device) -> Any:

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..cache.batch import PagedBatch
 from ..core.errors import AttnopsError, NotCapturable, find
+from ..core.private_torch import dynamo_config, shapes_config
 from .as_it_runs import AsItRuns
 from .buckets import Bucket, Buckets
 from .cached_guards import shape_env
@@ -124,7 +125,7 @@ class Traced(AsItRuns):
         self.run(options, bucket, values)
 
     def run(self, options: Options, bucket: Bucket, values: Values) -> Any:
-        from torch._dynamo.exc import Unsupported, UserError
+        from ..core.private_torch import Unsupported, UserError
 
         began, before = time.perf_counter(), sum(self.traces.values())
         try:
@@ -162,6 +163,8 @@ class Traced(AsItRuns):
 
     def _marked(self, options: Options, bucket: Bucket, values: Values) -> Values:
         """The arguments of the traced function, with sizes that differ by bucket marked dynamic."""
+        from ..core.private_torch import mark_dynamic
+
         served = options.buckets.of_trace(bucket.trace)
         specialises = self._specialises(bucket.trace)
         tokens, requests = {b.tokens for b in served}, {b.requests for b in served}
@@ -179,7 +182,7 @@ class Traced(AsItRuns):
             # One above the largest: otherwise the guard "at least the largest" specialises, and
             # cached code keeps it.
             bounds = {"min": min(sizes) + more, "max": max(sizes) + 1 + more}
-            torch._dynamo.mark_dynamic(new, 0, **({} if specialises else bounds))
+            mark_dynamic(new, 0, **({} if specialises else bounds))
             return new
 
         marked = values | {n: mark(values[n], tokens) for n in options.tokens}
@@ -256,19 +259,14 @@ def tracing() -> Iterator[None]:
 
     There is no limit of recompilations, which other models count to.
     """
-    from torch._dynamo import config as dynamo
-    from torch.fx.experimental import _config
-
-    shapes: Any = _config  # torch adds `patch` when the module is loaded
-
     # The code of a trace is one object for all models of a process, and torch counts its
     # compilations as well, freed ones included.
-    traced = dynamo.patch(
+    traced = dynamo_config().patch(
         capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=True,
         automatic_dynamic_shapes=False,
         recompile_limit=1 << 16,
         accumulated_recompile_limit=1 << 16,
     )
-    with shapes.patch(backed_size_oblivious=True), traced:
+    with shapes_config().patch(backed_size_oblivious=True), traced:
         yield

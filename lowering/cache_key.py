@@ -57,8 +57,11 @@ def install() -> None:
     It hashes the uuid of every entry of `custom_backend_passes`. An entry for a device that does
     not exist never runs, and takes no slot that a user may want.
     """
-    from torch._inductor.codegen.common import custom_backend_passes, init_backend_registration
-    from torch._inductor.custom_graph_pass import CustomGraphModulePass
+    from .inductor import (
+        CustomGraphModulePass,
+        custom_backend_passes,
+        init_backend_registration,
+    )
 
     class ChoiceInputs(CustomGraphModulePass):
         def __call__(self, gm: torch.fx.GraphModule) -> None:

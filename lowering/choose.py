@@ -20,6 +20,7 @@ from ..core.record import Arg, Call, changed, same, split, values
 from ..core.select import choose, select
 from ..ops import OPS, Op
 from . import cache_key, written_views
+from .inductor import ASSERT_SCALAR
 from .remove_output_copies_pass import become, remove_output_copies_pass
 
 log = logging.getLogger("attnops.lowering")
@@ -43,8 +44,7 @@ class GraphNotes:
 
 def lowering_of(op: Op) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
-        from torch._inductor.lowering import fallback_handler
-        from torch._inductor.virtualized import V
+        from .inductor import V, fallback_handler
 
         node, kept = V.graph.current_node, vars(V.graph)
         if "attnops" not in kept:
@@ -83,7 +83,7 @@ def _unread(node: torch.fx.Node) -> bool:
     aten = torch.ops.aten
     for user in node.users:
         compared = user.target in (aten.sym_size.int, operator.ge, operator.le)
-        if user.target is not aten._assert_scalar.default and not (compared and _unread(user)):
+        if user.target is not ASSERT_SCALAR and not (compared and _unread(user)):
             return False
     return True
 
@@ -112,8 +112,7 @@ def _sized(call: Any) -> dict[str, Any]:
 
 
 def _call(op: Op, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from torch._inductor.lowering import fallback_handler
-    from torch._inductor.virtualized import V
+    from .inductor import V, fallback_handler
 
     graph, overload = V.graph, getattr(op.packet, kernel.name)
     # C++ cannot call a Python function, and an FX graph holds ops: both keep the dispatcher.
@@ -163,7 +162,7 @@ def _inline(op: Op, kernel: Kernel, call: Any, placed: Any) -> Any:
 
     placed: the call with IR nodes.
     """
-    from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+    from .inductor import inline_subgraph_to_ir_nodes
 
     module = _traced(op, kernel, call)
     given = [getattr(placed, name) for name in _sized(call)]
@@ -179,10 +178,10 @@ def _inline(op: Op, kernel: Kernel, call: Any, placed: Any) -> Any:
 
 def _traced(op: Op, kernel: Kernel, call: Any) -> torch.fx.GraphModule:
     """The torch ops of a kernel, as a graph of the call's tensors and symbolic sizes."""
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import NodeSource
+
+    from .inductor import V, select_decomp_table
 
     answers, sized = answering(kernel), _sized(call)
 
@@ -207,7 +206,7 @@ def install() -> None:
 
     Idempotent; leaves lowerings of users as they are.
     """
-    from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
+    from .inductor import add_needs_realized_inputs, register_lowering
 
     with _LOCK:
         for op in OPS.values():

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from textwrap import indent
@@ -15,12 +14,14 @@ from torch.utils import _pytree as pytree
 
 from ..core.kernel import all_kernels
 from ..core.op import watch
+from ..core.private_torch import FakeTensor, FakeTensorMode
 from ..core.problem import Problem, Target, altered, pretend
 from ..core.record import need
 from ..core.select import Decision, select, workspace_bytes
 from ..measured import in_force
 from ..ops import Op
 from ..ops.latent.absorb_or_expand import FormDecision, watch_forms
+from .inductor import detect_fake_mode, dynamo_is_loaded
 
 D = TypeVar("D", Decision, FormDecision)
 
@@ -179,7 +180,7 @@ def explain(
         given, rest = stack.enter_context(_fake((args, kwargs)))
         stack.callback(watch(on_call))
         stack.callback(watch_forms(on_form))
-        if "torch._dynamo" in sys.modules:  # compiled submodules run uncompiled
+        if dynamo_is_loaded():  # compiled submodules run uncompiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if isinstance(run, nn.Module) and not run.training:
             stack.enter_context(torch.no_grad())
@@ -213,8 +214,6 @@ def _count(sites: dict[Any, Site[D]], where: str, decision: D, *facts: object) -
 @contextlib.contextmanager
 def _fake(inputs: Any) -> Iterator[Any]:
     """The inputs as fake tensors, in a mode that takes real weights beside them."""
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # As without a ShapeEnv, but for our own ops.

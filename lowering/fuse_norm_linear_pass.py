@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.nn.functional import linear
 
 from ..core.errors import find, one_line
+from ..core.private_torch import autocasting, tracing_context
 from ..core.problem import Extent, Problem, altered
 from ..core.record import check, split
 from ..core.select import Decision, active_policy, select
@@ -30,6 +29,7 @@ from .graph_tools import (
     records_gradients,
     source_of,
 )
+from .inductor import ENTER_AUTOCAST, enable_python_dispatcher
 from .linear_parts import Match, match_linear, name_of
 
 ROWS = 64
@@ -107,12 +107,12 @@ def fuse_norm_linear_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Product, ..
 
 def _against(graph: fx.Graph) -> str:
     """The reason against all linears of the graph, or ""."""
-    if TracingContext.try_get() is None:
+    if tracing_context() is None:
         return "no guard can be added here"
     if records_gradients(graph):
         return "grad mode is on"
-    within = graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast)
-    return "autocast is on" if within or torch._C._is_any_autocast_enabled() else ""
+    within = graph.find_nodes(op="call_function", target=ENTER_AUTOCAST)
+    return "autocast is on" if within or autocasting() else ""
 
 
 def _fuse(node: fx.Node) -> Product:

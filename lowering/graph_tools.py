@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import Guard, TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+
+from ..core.private_torch import FakeTensor, FakeTensorMode, tracing_context
+from .inductor import SET_GRAD, Guard, enable_python_dispatcher
 
 log = logging.getLogger("attnops.lowering")
 
@@ -72,7 +72,7 @@ def finish(graph: fx.Graph) -> None:
 
 def records_gradients(graph: fx.Graph) -> bool:
     """Is grad mode on, or switched on anywhere in the graph?"""
-    switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    switches = graph.find_nodes(op="call_function", target=SET_GRAD)
     return torch.is_grad_enabled() or any(node.args[0] for node in switches)
 
 
@@ -89,7 +89,7 @@ def add_guard(node: fx.Node, code: list[str], why: str, **names: Any) -> None:
         why: a comment on the conditions, for those who read Dynamo's logs.
     """
     create = partial(_create, code=code, why=why, names=names or None)
-    TracingContext.get().guards_context.dynamo_guards.add(Guard(source_of(node), create))
+    tracing_context().guards_context.dynamo_guards.add(Guard(source_of(node), create))
 
 
 def _create(builder: Any, guard: Any, *, code: list[str], why: str, names: Any) -> None:

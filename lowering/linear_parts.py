@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..core.fx_effects import may_write, storages, writer
+from ..core.private_torch import FakeTensor
 from ..ops.linear.reference import GATES
 from .graph_tools import arguments, facts_of, fake_of, is_parameter, linear_arguments
 from .patterns import call_of, norm_of, pairs, uncast

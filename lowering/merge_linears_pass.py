@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from ..core.fx_effects import may_write, storages
+from ..core.private_torch import HigherOrderOperator, tracing_context
 from .graph_tools import (
     VALUE,
     NewNodes,
@@ -166,7 +166,7 @@ def _only_multiplies(user: fx.Node, weight: fx.Node) -> bool:
 def _refusal(rows: Sequence[Sequence[fx.Node]], grad: bool, others: dict[int, str]) -> str:
     """The reason why the parameters of each row may not be read as one, or ""."""
     nodes = [n for row in rows for n in row]
-    if TracingContext.try_get() is None or None in map(source_of, nodes):
+    if tracing_context() is None or None in map(source_of, nodes):
         return "no guard can be added here"
     if grad and any(fake_of(n).requires_grad for n in nodes):
         return "the weights need a gradient"
@@ -249,7 +249,7 @@ def _unlike(node: fx.Node, values: dict[fx.Node, Any]) -> str:
     if _unbacked(before) - _unbacked(inputs):
         return f"{node.name} creates an unbacked size"
     known = node.op in ("call_function", "call_method")
-    if not known or isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not known or isinstance(node.target, HigherOrderOperator):
         return f"{node.name} is not a function or method call"
 
     def value_of(x: fx.Node) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from ..core.private_torch import OpOverload, OpOverloadPacket
 from .graph_tools import arguments, fake_of
 
 _HALVES = ("first", "second")
@@ -88,7 +89,7 @@ def call_of(node: Any) -> tuple[str, tuple[Any, ...]]:
     target: Any = node.target
     if isinstance(target, str):
         return target, node.args
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         return "", ()  # a library's op may have the name of a torch function
     home = getattr(target, "__module__", None) or "torch"  # torch's functions of C name no module
     if home.partition(".")[0] not in ("torch", "_operator"):

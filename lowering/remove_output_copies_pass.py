@@ -45,8 +45,7 @@ def remove_output_copies_pass(graph: Graph, outer: Sequence[Any]) -> list[tuple[
 
 def become(output: Any, result: Any) -> None:
     """Let an output of empty memory, an IR node, be the memory of the result."""
-    from torch._inductor.ir import StorageBox
-    from torch._inductor.lowering import mutate_to
+    from .inductor import StorageBox, mutate_to
 
     if isinstance(result.data, StorageBox):
         result.data.realize()
@@ -57,8 +56,7 @@ def become(output: Any, result: Any) -> None:
 
 def _is_empty(box: Any) -> bool:
     """Is an IR node memory of its own that nothing has written?"""
-    from torch._inductor.ir import ComputedBuffer, StorageBox, TensorBox
-    from torch._inductor.virtualized import V
+    from .inductor import ComputedBuffer, StorageBox, TensorBox, V
 
     if not isinstance(box, TensorBox) or not isinstance(box.data, StorageBox):
         return False

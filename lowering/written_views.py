@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from ..core.errors import InvalidInput
+from ..core.private_torch import OpOverload
 from ..core.record import Arg, Call, changed, values
 from ..core.tensors import surely
+from .inductor import auto_functionalize
 
 aten = torch.ops.aten
 
@@ -26,7 +28,7 @@ def install() -> None:
 
 def _lower_storage_offset() -> None:
     # Without a lowering Inductor falls back to a call whose answer it takes to be 0.
-    from torch._inductor.lowering import lowerings, register_lowering
+    from .inductor import lowerings, register_lowering
 
     offset = aten.sym_storage_offset.default
     if offset not in lowerings:
@@ -34,15 +36,14 @@ def _lower_storage_offset() -> None:
 
 
 def _storage_offset(_: Any) -> Any:
-    from torch._inductor.virtualized import V
+    from .inductor import V
 
     return _expression(V.graph.current_node.meta["val"])
 
 
 def _slice_from_the_start() -> None:
     # A slice of a base that begins later would be taken that much too far: as_strided takes it.
-    from torch._higher_order_ops import auto_functionalize
-
+    # torch has no setting against slices alone: enable_auto_functionalized_v2 is for all views.
     original = getattr(auto_functionalize, "try_use_slice", None)
     if original is None or hasattr(original, "original"):
         return
@@ -118,7 +119,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     schema = node.target._schema
     if schema.is_mutable or not schema.returns:
@@ -131,20 +132,26 @@ def _moved(node: fx.Node, base: fx.Node, ir: Any) -> Any:
 
     torch 2.11 counts that twice.
     """
-    from torch._inductor import ir as inductor
-    from torch._inductor.virtualized import V
+    from .inductor import (
+        FixedLayout,
+        ReinterpretView,
+        TensorBox,
+        V,
+        as_storage_and_layout,
+        is_storage_and_layout,
+    )
 
     here, start = node.meta["val"], base.meta["val"]
-    if not inductor.is_storage_and_layout(ir):
+    if not is_storage_and_layout(ir):
         return ir
-    storage, layout = inductor.as_storage_and_layout(ir)
+    storage, layout = as_storage_and_layout(ir)
     begin = _expression(start.storage_offset()) * start.element_size() // here.element_size()
     error = V.graph.sizevars.simplify(_expression(here.storage_offset()) - begin - layout.offset)
     if error == 0:
         return ir
     offset = layout.offset + error
-    right = inductor.FixedLayout(layout.device, layout.dtype, layout.size, layout.stride, offset)
-    return inductor.TensorBox(inductor.ReinterpretView(data=storage, layout=right))
+    right = FixedLayout(layout.device, layout.dtype, layout.size, layout.stride, offset)
+    return TensorBox(ReinterpretView(data=storage, layout=right))
 
 
 def _expression(size: Any) -> Any:

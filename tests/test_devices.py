@@ -36,7 +36,7 @@ def entered(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(adapt, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(adapt, "current_device", lambda: current[-1])
     yield found
     assert current == [0]
 

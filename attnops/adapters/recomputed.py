@@ -6,21 +6,14 @@ None of this is public. Where torch has moved the latter, `frame` finds nothing;
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
-Hooks = tuple[Callable[..., Any], Callable[..., Any]]
-
-_autograd: Any = vars(torch._C)["_autograd"]
-_top: Callable[[bool], Hooks | None]
-_top = vars(_autograd).get("_top_saved_tensors_default_hooks", lambda ignored: None)
+from attnops.core.private_torch import saved_tensors_hooks
 
 
 def current() -> Any:
     """The hook of the innermost checkpoint, unless other hooks hide it; None without one."""
-    hooks = _top(True)
+    hooks = saved_tensors_hooks(True)
     found = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
     return hooks[0] if hooks is not None and found else None
 

@@ -2,7 +2,7 @@
 of its capture.
 
 `..., cold` and `..., warm`: the first call, compilation included, with an empty compile cache, and
-after `torch._dynamo.reset()` with the cache on disk. `..., buckets`: capture in all default
+after `torch.compiler.reset()` with the cache on disk. `..., buckets`: capture in all default
 buckets, without compilation, and the memory of all graphs. `..., host`: the host time of a step. A
 CPU has no graphs.
 """
@@ -15,11 +15,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch._inductor.utils import clear_caches, fresh_cache
 
 from attnops.bench import Setup, decode, models, ways
 from attnops.bench.rows import Case, LeftOut, Rows
 from attnops.bench.ways import How
+from attnops.core.private_torch import clear_caches, fresh_cache
 from attnops.hf import Decode
 from attnops.hf.cache.names import argument
 from attnops.tune.clock import host_us, seconds, spread, synchronize
@@ -49,7 +49,7 @@ def times(setup: Setup, kept: models.Kept, name: str, way: str) -> Rows:
     with torch.no_grad(), fresh_cache():
         for _ in range(2 if setup.quick else 3 if setup.on_gpu else 4):
             clear_caches()
-            torch._dynamo.reset()
+            torch.compiler.reset()
             step = decode.way_of(setup, model, prompt, token, ways.WAYS["compile"][way]).timed.call
             us.append(1e6 * seconds(step))
     found, layers = {"cold": spread(us[:1]), "warm": spread(us[1:])}, model.config.num_hidden_layers

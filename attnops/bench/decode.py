@@ -40,13 +40,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, StaticCache
 
 from attnops.bench import Point, Setup, models, peers, ways
 from attnops.bench.rows import Case, Row, Rows, Way
 from attnops.bench.ways import How
+from attnops.core.private_torch import fresh_cache
 from attnops.core.select import use
 from attnops.hf.cache.names import argument
 from attnops.hf.steps.prompt import CAPTURE_AFTER

@@ -163,7 +163,7 @@ def first_call(
 
     At toy size this process, because imports would take longer than all else.
     """
-    from torch._inductor.utils import fresh_cache
+    from attnops.core.private_torch import fresh_cache
 
     run: Callable[..., tuple[float, float]] = (
         calls_s if setup.size == "toy" else partial(in_a_process, calls_s)

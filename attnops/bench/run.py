@@ -329,7 +329,7 @@ def outcome_of(suite: Suite, case: str, setup: Setup) -> Outcome:
     except Exception as error:  # the other cases go on
         outcome["failed"] = one_line(error)
     try:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         synchronize()
         torch.cuda.empty_cache()
     except Exception as error:  # after an illegal access every CUDA call raises

@@ -463,7 +463,11 @@ def fix_address(
     one model may differ.
     """
     # Imported late: it takes a second, and a process without a cache need not pay it.
-    from torch._dynamo import mark_static, mark_static_address, maybe_mark_dynamic
+    from attnops.core.private_torch import (
+        mark_static,
+        mark_static_address,
+        maybe_mark_dynamic,
+    )
 
     for tensor in tensors:
         mark_static(tensor, list(static))

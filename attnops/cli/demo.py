@@ -213,7 +213,7 @@ def _generate(
 
 def _forget_loaded() -> None:
     """Have Inductor load its code anew, also where this process has loaded it before."""
-    from torch._inductor.codecache import PyCodeCache
+    from attnops.core.private_torch import PyCodeCache
 
     PyCodeCache.cache_clear()
 
@@ -225,7 +225,7 @@ def kernel_lines() -> dict[str, int]:
     A kernel that is lowered to torch ops shows torch's call after the kernel's name, which Inductor
     writes into the comment above.
     """
-    from torch._inductor.codecache import PyCodeCache
+    from attnops.core.private_torch import PyCodeCache
 
     found: Counter[str] = Counter()
     for file in sorted({str(module.__file__) for module in PyCodeCache.modules}):

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
+
+from attnops import configs
+from attnops.core.errors import AttnopsError, InvalidInput, one_line
+from attnops.core.private_torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-
-from attnops import configs
-from attnops.core.errors import AttnopsError, InvalidInput, one_line
 from attnops.core.problem import Target, altered, pretend
 from attnops.core.select import Decision, select
 from attnops.lowering.explain import Explanation, Site, explain, packages_of_kernels

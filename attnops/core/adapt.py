@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.core.private_torch import current_device
+
 PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -38,16 +40,11 @@ def without_flag(
 
 # The GPU of a call --------------------------------------------------------------------------------
 
-# torch's own function asks before every call whether CUDA is initialised.
-_current_device: Callable[[], int] = vars(torch._C).get(
-    "_cuda_getDevice", torch.cuda.current_device
-)
-
 
 def elsewhere(x: Tensor) -> bool:
     """Is `x` on a GPU that is not the current one? Where CUDA is not initialised `x` is a fake
     tensor, and nothing is launched."""
-    return x.is_cuda and torch.cuda.is_initialized() and x.get_device() != _current_device()
+    return x.is_cuda and torch.cuda.is_initialized() and x.get_device() != current_device()
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:

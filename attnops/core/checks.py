@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attnops.core.arguments import REQUIRED, Arg
 from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import assume_constant
 from attnops.core.tensors import surely
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -102,14 +103,11 @@ _DISABLED = nn.Parameter.__torch_function__
 WANT = "a plain tensor, as x.as_subclass(torch.Tensor): what else it means, only its class knows"
 
 
+@assume_constant
 def is_foreign(cls: Any) -> bool:
     """Has a class of tensors a `__torch_function__` of its own?"""
     function = getattr(cls, "__torch_function__", _DISABLED)
     return function is not _DISABLED and getattr(function, "__func__", None) is not _PLAIN
-
-
-# As torch.compiler.assume_constant_result does, but its import takes as long as torch's.
-is_foreign._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_foreign(field: str, value: Any) -> None:

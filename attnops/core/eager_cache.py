@@ -5,8 +5,7 @@ Checks and selection look at shapes, strides, dtypes, devices and scalars only, 
 seen before needs neither. A call goes straight to its kernel, past the dispatcher, unless something
 else must see it: see `overheard`.
 
-TensorGuards is not public torch. Where torch has moved it, `Likeness` takes its place; a test runs
-both.
+Where torch has no TensorGuards, `Likeness` takes its place; a test runs both.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
@@ -29,8 +27,11 @@ from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.foreign import answering
 from attnops.core.kernel import _REGISTRY, Capture
 from attnops.core.private_torch import (
+    TensorGuards,
     autocasting,
     capturing,
+    count_dispatch_modes,
+    count_function_modes,
     must_repeat,
     of_a_batch,
     only_warns,
@@ -54,9 +55,6 @@ SHAPES = 8
 """Sets of shapes that it remembers of each."""
 
 _nested = attrgetter("is_nested")
-_TensorGuards: Any = getattr(
-    getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
-)
 
 
 class Likeness:
@@ -177,7 +175,7 @@ def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
             for i, t in places
         ]
     tensors = [t for _, t in places]
-    guards = (_TensorGuards or Likeness)(*tensors, **given)
+    guards = (TensorGuards or Likeness)(*tensors, **given)
     repeats = len({*map(id, tensors)}) < len(tensors)
     return guards if repeats or guards.check(*tensors) else Likeness(*tensors, **given)
 
@@ -344,8 +342,8 @@ def overheard() -> bool:
     Forward-mode or torch.func's gradient is possible, or a mode or a tool has to see the call.
     """
     return bool(
-        _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
+        count_dispatch_modes()
+        or count_function_modes()
         or profiling()
         or forward_ad._current_level >= 0
         or transformed()

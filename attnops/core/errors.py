@@ -22,7 +22,8 @@ import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch._guards import TracingContext
+
+from attnops.core.private_torch import assume_constant, tracing_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -104,22 +105,19 @@ def find(error: BaseException | None) -> AttnopsError | None:
     return None
 
 
+@assume_constant
 def fail(kind: type[AttnopsError], *args: Any) -> NoReturn:
     """Raise `kind(*args)` in code that Dynamo traces, which cannot construct such an error: the
     graph breaks, or, under `fullgraph=True`, the compiler wraps the error as it wraps all
     others."""
-    if TracingContext.try_get() is None:
+    if tracing_context() is None:
         # A local name would make a cycle of the error and its traceback, which holds the locals of
         # every caller.
         raise kind(*args)
-    from torch._dynamo.exc import Unsupported
+    from attnops.core.private_torch import Unsupported
 
     error = kind(*args)
     raise Unsupported(str(error)) from error
-
-
-# As `torch.compiler.assume_constant_result` does, but its import takes as long as torch's.
-fail._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class InvalidInput(AttnopsError, ValueError):

@@ -6,9 +6,15 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+
+from attnops.core.private_torch import (
+    FUNCTIONAL,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+)
 
 _IN_PLACE = {
     getattr(operator, n)
@@ -44,15 +50,15 @@ def may_write(node: fx.Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     target: Any = node.target
-    if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
+    if node.op == "call_module" or isinstance(target, HigherOrderOperator):
         return True
     if "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
     if isinstance(target, str):
         return _writes_by_name(target)
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return any(
             getattr(target, o)._schema.is_mutable
             for o in target.overloads()
@@ -67,7 +73,7 @@ def _function_may_write(function: Any, args: tuple[Any, ...]) -> bool:
     if home == "_operator":
         return function in _IN_PLACE
     # Modules' functions take `inplace` by place as well.
-    if home in ("torch.nn.functional", "torch._C._nn") and any(a is True for a in args):
+    if home in FUNCTIONAL and any(a is True for a in args):
         return True
     return home.partition(".")[0] not in _KNOWN or _writes_by_name(
         getattr(function, "__name__", "_")
@@ -150,7 +156,7 @@ def comparable(
 
 def _is_pure_op(target: Any) -> bool:
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and target.namespace == "attnops"
         and not target._schema.is_mutable
     )
@@ -158,7 +164,7 @@ def _is_pure_op(target: Any) -> bool:
 
 def written_by(node: fx.Node) -> Iterator[Any]:
     """The arguments that a call may write."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         arguments = node.target._schema.arguments
         given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
         yield from pytree.tree_leaves(

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from attnops.core.errors import MissingExtra, RegistrationError
+from attnops.core.private_torch import InvalidVersion, Version
 from attnops.core.problem import (
     LEAVES,
     Problem,
@@ -32,14 +33,6 @@ from attnops.core.problem import (
 )
 from attnops.core.record import RECORDS, Fact, Spec
 from attnops.on_import import Finder
-
-if TYPE_CHECKING:
-    from packaging.version import InvalidVersion, Version as Version
-else:
-    try:
-        from torch._vendor.packaging.version import InvalidVersion, Version
-    except ImportError:  # torch's copy is not public; a torch without one needs the package itself
-        from packaging.version import InvalidVersion, Version
 
 _LONGEST = 200
 

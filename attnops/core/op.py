@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -21,7 +20,18 @@ from attnops.core.eager_cache import Eager, direct, grad_fields
 from attnops.core.errors import NoGradient, NotCapturable, NotRecordable, RegistrationError, fail
 from attnops.core.foreign import answering
 from attnops.core.kernel import Capture, Core, Kernel, on_register
-from attnops.core.private_torch import autocasting, capturing, uncast
+from attnops.core.private_torch import (
+    SingleLevelFunction,
+    autocasting,
+    below_autograd,
+    capturing,
+    parse_schema,
+    single_level,
+    tracing_context,
+    transformed,
+    uncast,
+    without_modes,
+)
 from attnops.core.problem import Problem
 from attnops.core.record import Call, changed, check, fake, schema, split, values
 from attnops.core.refuse_layouts import refuse_others
@@ -142,7 +152,7 @@ def check_binding(kernel: Kernel) -> None:
         )
     if kernel.core is not None:
         try:
-            torch._C.parse_schema(f"attnops::{kernel.op}__{kernel.name}{kernel.core.schema}")
+            parse_schema(f"attnops::{kernel.op}__{kernel.name}{kernel.core.schema}")
         except RuntimeError as error:
             raise RegistrationError(
                 f"kernel {kernel.name}: core.schema got {kernel.core.schema!r}, want a schema "
@@ -298,10 +308,8 @@ def _fake(op: Op, chooses: bool) -> Callable[..., Any]:
 
 
 def _notify_compiler() -> None:
-    if _TRACE_HOOKS and TracingContext.try_get() is not None:
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        with _disable_current_modes():
+    if _TRACE_HOOKS and tracing_context() is not None:
+        with without_modes():
             while _TRACE_HOOKS:
                 _TRACE_HOOKS.pop()()
 
@@ -329,11 +337,9 @@ def _refuse_forward(op: Op, call: Call) -> None:
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, from below the dispatcher, where torch.func has chosen one of its
     levels already."""
-    if not torch._C._are_functorch_transforms_active():
+    if not transformed():
         return function.apply(*args)
-    from torch._functorch.utils import enable_single_level_autograd_function
-
-    with enable_single_level_autograd_function():
+    with single_level():
         return _of_one_level(function).apply(*args)
 
 
@@ -342,15 +348,15 @@ def _of_one_level(function: type[torch.autograd.Function]) -> Any:
     """The Function for one level of torch.func, as torch makes it of a Function that has a
     `setup_context`."""
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
-    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
+    return type(function.__name__, (SingleLevelFunction,), methods)
 
 
 def below(run: Callable[[Any], Any], call: Any) -> Any:
     """`run(call)` in the forward of a Function that is `applied`: the levels of torch.func below
     its own record their gradients, too."""
-    if not torch._C._are_functorch_transforms_active():
+    if not transformed():
         return run(call)
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+    with torch.enable_grad(), below_autograd():
         return run(call)
 
 
@@ -421,7 +427,7 @@ def _autograd(op: Op, overload: Any) -> Callable[..., Any]:
             if op.once:
                 return applied(_Once, op.name, dispatched, blank(call), *tensors_of(call))
             _refuse_grad(op, call)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return overload(*args, **kwargs)
 
     return run

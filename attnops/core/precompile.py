@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnops.core.kernel import FAILURES, Kernel, all_kernels
 from attnops.core.op import Op, watch
+from attnops.core.private_torch import FakeTensorMode, without_modes
 from attnops.core.problem import Problem
 from attnops.core.record import changed, values
 from attnops.core.select import choose
@@ -33,7 +34,6 @@ def ahead() -> Iterator[None]:
 
     No kernel runs. Real tensors are read as fake ones.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     def begun(op: Op, problem: Problem, call: Any) -> None:
         with suppress(*FAILURES):  # the call itself raises them
@@ -53,12 +53,9 @@ def begin(kernel: Kernel, call: Any) -> None:
 
     call: of real or fake tensors. A symbolic size is taken for its hint.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import _disable_current_modes
-
     if kernel.ahead is None:
         return
-    with suppress(*FAILURES), _disable_current_modes(), FakeTensorMode():
+    with suppress(*FAILURES), without_modes(), FakeTensorMode():
         kernel.ahead(
             changed(
                 call,

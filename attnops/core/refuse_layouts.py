@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import NestedTensor
 
 KEYS = (
     "SparseCPU",

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
 from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import count_dispatch_modes as _len_torch_dispatch_stack
 
 if TYPE_CHECKING:
     from attnops.ops.latent.record import MlaAttention

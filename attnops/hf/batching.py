@@ -6,7 +6,6 @@ of a batch keep what transformers turns off for all attention but FlashAttention
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from importlib.util import find_spec
@@ -94,8 +93,8 @@ def with_block_tables(given: Any, model_config: Any) -> Any:
             if name != _TABLES or value != 0 or not _is_ours(str(config._attn_implementation)):
                 super().__setattr__(name, value)
 
-    kept = copy.copy(given)
-    kept.__class__ = BatchingConfig
+    kept = object.__new__(BatchingConfig)
+    kept.__dict__.update(vars(given))
     return kept
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from torch._guards import TracingContext
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnops.announce import LATE, NAME
 from attnops.core.kernel import check_kernel
+from attnops.core.private_torch import tracing_context
 from attnops.core.record import need
 from attnops.hf.attention.batched import MASKED, function_for_batches, name_for_batches
 from attnops.hf.attention.function import attention_function
@@ -87,7 +87,7 @@ def implementation(options: Options) -> str:
     # Another function object would be a recompilation: compiled code is guarded by the first. A
     # trace under way is, too.
     there = AttentionInterface._global_mapping.get(name)
-    if there is None or (hasattr(there, LATE) and TracingContext.try_get() is None):
+    if there is None or (hasattr(there, LATE) and tracing_context() is None):
         found = DEFAULT if name == NAME else functions(options)
         batches = name_for_batches(name)
         AttentionInterface.register(batches, found.batches)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from attnops.adapters.report import TOLERANCES, compare, evaluating, outputs_of
 from attnops.core.errors import PatchError, fail
+from attnops.core.private_torch import FakeTensor, unset_fake_temporarily
 from attnops.core.problem import pretend
 from attnops.hf.attention.mask import Mode
 from attnops.hf.cache import names as cache_names

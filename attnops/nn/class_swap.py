@@ -46,6 +46,9 @@ class Swap:
         self.own: Any = type(target)
         self._make, self._args, here = make, args, vars(target)
         self._before = {name: here[name] for name in attributes if name in here}
+        # The public ways were tried. Hooks run beside a forward and not in its place. The forward
+        # of an object goes into its deep copies with the weights of the object, and keeps its layer
+        # from being traced alone. fully_shard and parametrisations of torch assign it, too.
         target.__class__ = self.ours
         here.update(attributes)
 

@@ -225,6 +225,8 @@ def steady(module: nn.Module, pointwise: bool = False) -> None:
         pointwise: it takes one tensor, and each number of its result follows from one number.
     """
     cls: Any = type(module)
+    # Hooks, the public way, were tried: they enter the mode before the forward and leave it after,
+    # and pre-hooks that a user registers later run within it.
     module.__class__ = _steady(cls, pointwise)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attnops.core.kernel import Capture, Kernel
+from attnops.core.private_torch import spin
 from attnops.testing.calls import Call
 
 Run = Callable[[], Any]
@@ -182,7 +183,7 @@ class GraphClock:
             if (
                 next(calls) == BEFORE
             ):  # while the device spins, the host launches all calls that are measured
-                torch.cuda._sleep(SPIN_CYCLES)
+                spin(SPIN_CYCLES)
             run()
 
         times: Any = do_bench(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -17,6 +16,7 @@ import torch
 
 from attnops.core.errors import one_line
 from attnops.core.kernel import Kernel, all_kernels, kernels_of
+from attnops.core.private_torch import dynamo_config, inductor_config, shapes_config
 from attnops.core.problem import Target
 from attnops.measured import Grid, Sizes, Table, cpu_name, work
 from attnops.measured.digests import digests
@@ -50,7 +50,9 @@ def runner(kernel: Kernel, call: Call, backend: str = "inductor") -> Run:
     backend: of torch.compile, for a kernel that is lowered in place as a whole.
     """
     if kernel.fused:
-        torch._dynamo.mark_static(call.args[0], -1)  # as a model's code knows the width of a norm
+        from attnops.core.private_torch import mark_static
+
+        mark_static(call.args[0], -1)  # as a model's code knows the width of a norm
         statics = tuple(
             (name, value)
             for name, value in call.arguments.items()
@@ -104,8 +106,8 @@ def _fused(
 def tracing() -> Iterator[None]:
     """Equal sizes stay separate symbols, so that one compilation of a kind serves most of its
     sizes."""
-    symbolic: Any = importlib.import_module("torch.fx.experimental._config")
-    with torch._dynamo.config.patch(recompile_limit=256), symbolic.patch(use_duck_shape=False):
+    limits = dynamo_config().patch(recompile_limit=256)
+    with limits, shapes_config().patch(use_duck_shape=False):
         yield
 
 
@@ -279,8 +281,7 @@ def compile_for(sweeps: Sequence[Sweep], names: tuple[str, ...], device: torch.d
     number of calls made."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        inductor: Any = importlib.import_module("torch._inductor.config")
-        inductor.compile_threads = 1  # this process is one of many
+        inductor_config().compile_threads = 1  # this process is one of many
     pool, stopwatch, made = Pool(device), Stopwatch(names=names), 0
     for kind, at in ((sweep.kind, at) for sweep in sweeps for at in kinds(sweep)):
         for kernel, given, _ in stopwatch.candidates(call_of(kind, at, pool)):

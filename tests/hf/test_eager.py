@@ -20,7 +20,7 @@ from attnops.kernels.torch import sdpa
 from attnops.ops.attention.record import ATTENTION
 from tests.hf.helpers import LIMIT, left_padded, logits, near, relative, tokens
 
-if eager_cache._TensorGuards is None:
+if eager_cache.TensorGuards is None:
     pytest.skip("this torch has no TensorGuards", allow_module_level=True)
 
 

@@ -30,8 +30,8 @@ def looked(request, monkeypatch):
     """How often each op looked at a call, checked it and chose a kernel; nothing is remembered at
     the start."""
     if request.param == "Likeness":
-        monkeypatch.setattr(eager_cache, "_TensorGuards", None)
-    elif eager_cache._TensorGuards is None:
+        monkeypatch.setattr(eager_cache, "TensorGuards", None)
+    elif eager_cache.TensorGuards is None:
         pytest.skip("this torch has no TensorGuards")
     counts, real = Counter(), eager_cache.checked
     for op in (ATTENTION, PAGED):
@@ -238,7 +238,7 @@ def python_calls(run):
 @torch.no_grad()
 def test_one_tensor_in_two_places_is_found_as_fast_as_two_tensors(looked, monkeypatch):
     """One more function looks whether it is one."""
-    if eager_cache._TensorGuards is None:
+    if eager_cache.TensorGuards is None:
         pytest.skip("Likeness is Python, and enters functions for every tensor")
 
     def stop(call):

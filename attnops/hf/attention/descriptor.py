@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
 from attnops.core.errors import InvalidInput, fail
-from attnops.core.private_torch import capturing
+from attnops.core.private_torch import capturing, count_dispatch_modes
 
 FIELDS = 4
 DTYPE = torch.int64
@@ -70,7 +69,7 @@ def build(
     )
     if not (
         torch.compiler.is_compiling()
-        or _len_torch_dispatch_stack()
+        or count_dispatch_modes()
         or mask.is_inference()
         or capturing(mask)
     ):

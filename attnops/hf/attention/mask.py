@@ -40,7 +40,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import masking_utils
 from transformers.masking_utils import (
@@ -51,7 +50,7 @@ from transformers.masking_utils import (
 )
 
 from attnops.core.errors import InvalidInput, fail
-from attnops.core.private_torch import capturing
+from attnops.core.private_torch import FakeTensor, assert_async, capturing
 from attnops.core.problem import pretended
 from attnops.core.record import need
 from attnops.core.tracers import is_recorded
@@ -509,13 +508,13 @@ def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
     fits = high <= request.kv_length
     one = queries == 1 and far(known.device)
     if checked and _is_after_prompt(request, generation, one):
-        torch.ops.aten._assert_async.msg(fits, _STOP)
+        assert_async(fits, _STOP)
         return known, []
     start, run = _run(request, known, high)
     same = torch.where(known >= seen, start >= seen, start == known)
     # The host checks a prompt of one token as well: all later steps rely on that.
     if unseen or (one and request.mode != "compact" and (generation is None or checked)):
-        torch.ops.aten._assert_async.msg((run & same).all() & fits, _STOP)
+        assert_async((run & same).all() & fits, _STOP)
         return start, []
     run_all, same_all, fits_all, past, *starts = torch.cat(
         [torch.stack([run.all(), same.all(), fits, seen]), start]

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
-from torch._C import _len_torch_dispatch_stack
 
 from attnops.core.eager_cache import KINDS, growth
 from attnops.core.kernel import _REGISTRY
-from attnops.core.private_torch import profiling, tracing
+from attnops.core.private_torch import count_dispatch_modes, profiling, tracing
 from attnops.core.problem import _OVERRIDE
 from attnops.core.select import _ACTIVE
 from attnops.hf.attention.request import weights_recorded
@@ -48,7 +47,7 @@ def is_plain(
         return False
     return not (
         is_grad_enabled()
-        or _len_torch_dispatch_stack()
+        or count_dispatch_modes()
         or profiling()
         or tracing()
         or weights_recorded(module, False)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -30,6 +29,7 @@ from transformers.cache_utils import (
 from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import FakeTensor
 from attnops.core.record import need
 from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache import names as cache_names

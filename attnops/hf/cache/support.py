@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from attnops.adapters.report import evaluating
 from attnops.core.errors import InvalidInput, PatchError, fail
+from attnops.core.private_torch import FakeTensor
 from attnops.core.problem import Problem, pretend
 from attnops.core.record import need
 from attnops.hf.cache import names as cache_names

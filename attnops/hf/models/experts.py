@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from attnops.core.kernel import deterministic
+from attnops.core.private_torch import FakeTensor
 from attnops.core.record import asked, changed, name as name_of
 from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded

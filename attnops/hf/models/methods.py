@@ -16,6 +16,9 @@ class Method:
     """A function in place of a method of one model. It holds data only, so that a deep copy of the
     model has one of its own.
 
+    There is no public way: hooks run beside a forward and not in its place, and a function for
+    `generate(custom_generate=...)` is an argument of every call.
+
     function: is called with this object before the method's arguments. None after `remove`: a
     wrapper around this object may still call it.
     own: the instance's own method before, or None.

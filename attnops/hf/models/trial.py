@@ -17,7 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from attnops.core.private_torch import without_modes
 
 Found = TypeVar("Found")
 
@@ -57,7 +58,7 @@ def left_alone(kind: str, found: Sequence[object]) -> Iterator[str]:
 def alone() -> Iterator[None]:
     """Within the block tensors are made on the CPU, without gradients, and no mode from around is
     in force, as of fake tensors."""
-    with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
+    with torch.no_grad(), without_modes(), torch.device("cpu"):
         yield
 
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_function_stack
 
 from attnops.cache.paged import ordinary
 from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import count_function_modes
 from attnops.core.record import name, need
 from attnops.graphs import stale
 from attnops.hf.cache import names as cache_names
@@ -46,7 +46,7 @@ def state_of(cache: Any) -> State:
 def modes_now() -> tuple[Any, ...]:
     """What is looked at before every step. No name of a function mode: there is none in nearly
     every call."""
-    return (*stale.in_force(), function_modes() if _len_torch_function_stack() else ())
+    return (*stale.in_force(), function_modes() if count_function_modes() else ())
 
 
 def positions(state: State, rows: int) -> Tensor:

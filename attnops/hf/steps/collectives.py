@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnops.core.errors import NotCapturable, fail
+from attnops.core.private_torch import TorchDispatchMode
 from attnops.graphs.eager_capture import capture_mode
 
 _WHY = (

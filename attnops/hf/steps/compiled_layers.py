@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from attnops.cache.batch import PagedBatch
+from attnops.core.private_torch import assert_async
 from attnops.graphs.per_layer import NUMBER, NotRegional, Regions, Twin, twin, varying, write_back
 from attnops.hf.attention import descriptor
 from attnops.hf.cache.model_pages import EMPTY, ModelPages
@@ -69,9 +70,7 @@ def starts(pages: ModelPages, live: Tensor) -> tuple[Tensor, Tensor]:
     """
     # A slice may be shorter to torch 2.11
     pad, real = pages.pad.narrow(0, 0, live.shape[0]), live != 0
-    torch.ops.aten._assert_async.msg(
-        (~real | ((pad < EMPTY) & (pages.seen < pages.most))).all(), _STOP
-    )
+    assert_async((~real | ((pad < EMPTY) & (pages.seen < pages.most))).all(), _STOP)
     # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a
     # length of 0.
     return torch.where(real, pad, pages.seen), real
@@ -107,8 +106,8 @@ class Here:
         """Within the block, this thread's calls of these modules are those of the step. layers:
         with their numbers."""
         try:
-            # Attributes of the instances for the time of the step. Calls of other threads run as
-            # ever.
+            # Attributes of the instances for the time of the step, as hooks, the public way, run
+            # beside a forward and not in its place. Calls of other threads run as ever.
             for layer, number in layers.items():
                 vars(layer)["forward"] = partial(self.layer, layer, number)
             for module in beside:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.core.errors import NotCapturable
+from attnops.core.private_torch import assert_async
 from attnops.graphs.cuda_graphs import CAPTURING, Device, Recorded, frozen
 from attnops.graphs.streams import LastStream
 from attnops.hf.steps.captures import Failures, passing
@@ -255,5 +256,5 @@ def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
     Raises RuntimeError as torch.multinomial does, on a GPU as an assertion of the device.
     """
     valid = (probabilities.max() < math.inf) & (probabilities.min() >= 0)
-    torch.ops.aten._assert_async.msg(valid, _INVALID)
+    assert_async(valid, _INVALID)
     return torch.argmax(probabilities / noise, dim=-1)

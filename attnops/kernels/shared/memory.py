@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import demand
+from attnops.core.private_torch import FakeTensor
 
 PACK = 16
 """Bytes that kernels move at a time; a workspace begins at a multiple of it too."""

@@ -18,6 +18,14 @@ import torch
 from torch import Tensor
 
 from attnops.core.kernel import Invariant, Kernel, Need, demand, deterministic, device, register
+from attnops.core.private_torch import (
+    DispatchKey,
+    below_autograd,
+    dispatch_keys_left,
+    dispatch_keys_taken,
+    dynamo_config,
+    under_dispatch_keys,
+)
 from attnops.core.problem import Problem, Refusal, Target
 from attnops.core.tensors import LEAST, Rules, compact, in_range, lengths_of, near, no_lse, rows_of
 from attnops.kernels.shared.parts import FEW_HEADS, in_turns
@@ -327,12 +335,12 @@ def _call(device: str) -> Callable[..., Any]:
 def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled. Blocks and attention are two graphs, because Inductor 2.11 compiles
     flex for blocks that are inputs alone."""
-    compiled = torch.compile(function)
+    compiled, patch = torch.compile(function), dynamo_config().patch
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Every structure of mask and score is a graph of its own, and past the limit Dynamo would
         # run them unfused without a word.
-        with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True):
+        with patch(recompile_limit=512, fail_on_recompile_limit_hit=True):
             return compiled(*args, **kwargs)
 
     return call
@@ -350,12 +358,12 @@ def dispatch_keys(recorded: bool = False) -> Iterator[None]:
 
     recorded: autograd is on instead.
     """
-    off = torch._C._dispatch_tls_local_exclude_set()
+    off = dispatch_keys_left()
     for name in (*FUNCTORCH, *(AUTOGRAD if recorded else ())):
-        off = off.remove(getattr(torch._C.DispatchKey, name))
+        off = off.remove(getattr(DispatchKey, name))
     # Autograd is left where that guard is made, not where it is entered.
-    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off)
-    with guard, nullcontext() if recorded else torch._C._AutoDispatchBelowAutograd():
+    guard = under_dispatch_keys(dispatch_keys_taken(), off)
+    with guard, nullcontext() if recorded else below_autograd():
         yield
 
 

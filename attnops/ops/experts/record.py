@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
 from attnops.core import eager_cache
 from attnops.core.checks import check_strided
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
+from attnops.core.private_torch import count_dispatch_modes
 from attnops.core.record import FLOATS, INDEX, KW_ONLY, Call, Sizes, arg, need, record
 from attnops.ops import typical
 from attnops.ops.experts.reference import experts as reference
@@ -198,7 +198,7 @@ def prepared(
         if given.dim() != dims.count(",") + 1:
             fail(InvalidInput, field, f"shape {tuple(given.shape)}", dims)
     traced = (
-        torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0
+        torch.compiler.is_compiling() or count_dispatch_modes() > 0
     )  # a mode that captures reads no data
     if top_k_index.device.type == "cpu" and not traced:
         _check_index(top_k_index, gate_up.shape[0])

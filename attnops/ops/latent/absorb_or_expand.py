@@ -19,6 +19,7 @@ import torch
 
 from attnops.core.errors import UnknownKernel, fail
 from attnops.core.kernel import generation, kernels_of, own_kernel
+from attnops.core.private_torch import assume_constant
 from attnops.core.problem import Extent, Extents, Problem, Target, altered
 from attnops.core.select import Decision, parse_policy, select_by
 from attnops.measured import Table, in_force
@@ -213,6 +214,9 @@ def latent_form(layer: LatentForms, queries: int = 1) -> FormDecision:
     return _form(layer, queries, generation(), in_force(layer.target).table)
 
 
+# Of both Dynamo stores the results in the graph and guards the arguments, but neither the registry
+# nor the tables.
+@assume_constant
 def crossover(
     dims: tuple[int, int, int, int],
     heads: int,
@@ -236,6 +240,7 @@ def crossover(
     return _crossover(layer, generation(), in_force(layer.target).table)
 
 
+@assume_constant
 def kernel_for(op: str, name: str | None) -> str | None:
     """`name` where `op`, one of ATTENTION, has a kernel of that name, else None. Raises
     UnknownKernel for a name that none of them has."""
@@ -243,12 +248,6 @@ def kernel_for(op: str, name: str | None) -> str | None:
         fail(UnknownKernel, name, op, tuple(kernels_of(op)))
     return own_kernel(op, name)
 
-
-# As `torch.compiler.assume_constant_result`, which would import the compiler: Dynamo calls these
-# with constants, stores the results in the graph and guards the arguments, but neither the registry
-# nor the tables.
-for _constant in (crossover, kernel_for):
-    vars(_constant).update(_dynamo_marked_constant=True)
 
 _WATCHERS: list[Callable[[FormDecision], None]] = []
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from attnops.core.eager_cache import key_for, side
 from attnops.core.kernel import Core
 from attnops.core.op import UNREAD, Op, define, define_core
+from attnops.core.private_torch import DynamicOutputShapeException, FakeTensor
 from attnops.core.problem import Extent
 from attnops.core.record import (
     INDEX,
