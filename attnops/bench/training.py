@@ -149,14 +149,11 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
         for first in range(start, end, ROWS):
             last = min(first + ROWS, end)
             low = max(start, first - left) if left >= 0 else start
-            part = {
-                n: x if n in SHARED else x[None, first:last] if n == query else x[None, low:last]
-                for n, x in given.items()
-            }
+            part = {n: x if n in SHARED else x[None, low:last] for n, x in given.items()}
+            part[query] = given[query][None, first:last]
             if "mask" in part:
-                part["mask"] = part["mask"][
-                    ..., first - start : last - start, low - start : last - start
-                ]
+                queries, keys = slice(first - start, last - start), slice(low - start, last - start)
+                part["mask"] = part["mask"][..., queries, keys]
             output, _ = reference.attention(Attention(**part, **rules))
             output[0].backward(flat[first:last].to(wide))
     return tuple(x.grad.view(a[n].shape) for n, x in given.items())

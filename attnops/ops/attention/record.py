@@ -34,7 +34,7 @@ from attnops.ops.attention.bias import as_rule
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-SIZES = {"tokens": "B * S", "queries": "S", "context": "K"}
+SIZES = {"tokens": "B * S", "queries": "S", "context": "K", "kv_dtype": "key"}
 
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
@@ -111,7 +111,6 @@ RESULTS = (
     least=rules.HEADS,
     rules=rules.attention,
     facts=_facts,
-    stored="key",
     problem=SIZES,
     grows="K",
     sums=True,
@@ -157,7 +156,6 @@ GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")
     least=rules.HEADS,
     rules=rules.attention,
     facts=_facts,
-    stored="key",
     problem=SIZES,
     sums=True,
 )

@@ -29,7 +29,8 @@ from attnops.ops.attention.record import Options, differentiable
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
-SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1", **rules.HEADS}
+SIZES = {"batch": "starts - 1", "kv_dtype": "key"}
+LEAST = {"starts": ">= 1", **rules.HEADS}
 
 
 PACKED_MASK = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
@@ -44,7 +45,6 @@ RESULTS = (
     *RESULTS,
     least=LEAST,
     rules=rules.attention,
-    stored="key",
     problem=SIZES,
     sums=True,
 )
@@ -88,7 +88,6 @@ GRADIENTS = rules.gradients("query", "key", "value", "sinks")
     *GRADIENTS,
     least=LEAST,
     rules=rules.attention,
-    stored="key",
     problem=SIZES,
     sums=True,
 )
