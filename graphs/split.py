@@ -265,6 +265,10 @@ def _free(node: fx.Node) -> bool:
     return node.target in _FREE or isinstance(value_of(node), _NUMBERS)
 
 
+def _takes_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(value_of(node.args[0]), (tuple, list))
+
+
 def _partition(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, int]:
     """The part of every node. A node that launches no kernel joins the two calls around it, or else
     the part that needs it."""
@@ -279,7 +283,7 @@ def _partition(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, in
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is operator.getitem and isinstance(value_of(node.args[0]), (tuple, list)):
+        if _takes_item(node):
             # Only tensors cross between parts, because their addresses can be static; tuples do
             # not.
             if node.args[0] in where:

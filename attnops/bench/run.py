@@ -192,12 +192,7 @@ def run(
         name: [case for case, outcome in some.items() if not outcome] for name, some in done.items()
     }
     if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInput(
-                "out", f"{out} ({type(error).__name__})", "a folder, or where one may be made"
-            ) from None
+        make_folder(out)
     tell("ceilings")
     setup = replace(setup, ceilings=ceilings(setup.device, setup.dtype, setup.quick))
     if setup.on_gpu:
@@ -231,6 +226,16 @@ def run(
         save(suite)
     missing = SPENT if measure(in_order(suites, cases, budget_s), setup, gpus, put, tell) else LOST
     return {suite.name: save(suite, missing) for suite in suites}
+
+
+def make_folder(out: Path) -> None:
+    """Raises InvalidInput where none may be made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            "out", f"{out} ({type(error).__name__})", "a folder, or where one may be made"
+        ) from None
 
 
 def outcomes_before(suite: Suite, setup: Setup) -> dict[str, Outcome]:
