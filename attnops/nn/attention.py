@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -284,7 +286,7 @@ class Attention(nn.Module):
         mask: Tensor | None,
         max_seqlen_q: int | None,
         max_seqlen_k: int | None,
-        pages: dict[str, Tensor | None],
+        pages: dict[str, Any],
     ) -> Tensor:
         if self.training and self.dropout > 0:
             refuse(self.dropout, query=("a nested tensor", "a plain tensor"))
