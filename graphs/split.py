@@ -122,9 +122,15 @@ def _views(node: fx.Node) -> bool:
     )
 
 
-def _calls_kernel(node: fx.Node) -> bool:
+def _kernel_call(node: fx.Node) -> tuple[Kernel | None, Any, Any]:
+    """The kernel that a node calls, if any, and the values of its arguments."""
     args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
     kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
+    return kernel, args, kwargs
+
+
+def _calls_kernel(node: fx.Node) -> bool:
+    kernel, *_ = _kernel_call(node)
     return kernel is not None and kernel.inline is None
 
 
@@ -210,8 +216,7 @@ def _cut(node: fx.Node, eager: Collection[str], begun: set[Any]) -> Cut | None:
     if node.op in ("placeholder", "output", "get_attr"):
         return None
     _name_overload(node)
-    args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
-    kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
+    kernel, args, kwargs = _kernel_call(node)
     if kernel is not None:
         _build(kernel, args, kwargs, begun)
         if getattr(node.target, "_overloadname", "") == "default":

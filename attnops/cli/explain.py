@@ -90,17 +90,18 @@ def explain_model(
             cache=cache,
         )
     shown = {p: e for p, e in found.items() if phase in (p, "both")}
-    return {p: _calls_of(op, e) for p, e in shown.items()} if op else shown
+    if not op:
+        return shown
+    return {
+        p: replace(e, sites=tuple(s for s in e.sites if s.decision.problem.op == op))
+        for p, e in shown.items()
+    }
 
 
 def _check_counts(**given: int | None) -> None:
     for field, value in given.items():
         if value is not None and value < 1:
             raise InvalidInput(field, value, ">= 1")
-
-
-def _calls_of(op: str, found: Explanation) -> Explanation:
-    return replace(found, sites=tuple(s for s in found.sites if s.decision.problem.op == op))
 
 
 def explain_config(

@@ -71,7 +71,15 @@ def run(
         )
     digest = keep(table).digest
     show(table, report, path, console)
-    grids = [summary(g) for g in table.grids]
+    grids = [
+        {
+            "shape": title(g.kind),
+            "fastest": fastest(g),
+            "skipped": dict(g.skipped),
+            "plan_us": dict(g.plan_us),
+        }
+        for g in table.grids
+    ]
     return {"path": str(path), "gpu": table.gpu, "digest": digest, **vars(report), "grids": grids}
 
 
@@ -89,16 +97,6 @@ def compile_some(
     workers = max((os.cpu_count() or 2) - 2, 1)
     if compiled := tuple(n for n in COMPILED if not kernels or n in kernels):
         compile_ahead(grid, device, ops, compiled, workers, limit_s=40.0)
-
-
-def summary(grid: Grid) -> Data:
-    """What a report says of a kind of call."""
-    return {
-        "shape": title(grid.kind),
-        "fastest": fastest(grid),
-        "skipped": dict(grid.skipped),
-        "plan_us": dict(grid.plan_us),
-    }
 
 
 def table_before(device: torch.device, output: Path | None) -> Table | None:

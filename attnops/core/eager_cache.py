@@ -169,7 +169,9 @@ def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
     given: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
     if grown is not None:
         grows = dict(grown[1])
-        given["dynamic_dims_sizes"] = [_sizes(t, grows.get(i)) for i, t in places]
+        given["dynamic_dims_sizes"] = [
+            [None if grows.get(i) == d else n for d, n in enumerate(t.shape)] for i, t in places
+        ]
         given["dynamic_dims_strides"] = [_strides(t, i in grows) for i, t in places]
     tensors = [t for _, t in places]
     guards = (_TensorGuards or Likeness)(*tensors, **given)
@@ -177,13 +179,8 @@ def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
     return guards if repeats or guards.check(*tensors) else Likeness(*tensors, **given)
 
 
-def _sizes(t: Tensor, grows: int | None) -> list[int | None]:
-    return [None if dim == grows else size for dim, size in enumerate(t.shape)]
-
-
 def _strides(t: Tensor, grows: bool) -> list[int | None]:
-    last = t.dim() - 1
-    return [None if grows and dim < last else stride for dim, stride in enumerate(t.stride())]
+    return [None if grows and d < t.dim() - 1 else n for d, n in enumerate(t.stride())]
 
 
 class Eager:

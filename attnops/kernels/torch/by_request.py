@@ -33,13 +33,23 @@ def by_request(run: Run) -> Run:
     return either
 
 
-def by_token(run: Run, once: Callable[[Any], Any] | None = None) -> Run:
-    """`run`, a reference body that writes its results, that takes the tokens one by one where the
-    policy is deterministic.
+def register_by_token(
+    op: str,
+    run: Run,
+    takes: frozenset[str],
+    dtypes: tuple[torch.dtype, ...],
+    cost_us: Callable[[Problem], float],
+    about: str = "plain torch, float32 accumulation",
+    once: Callable[[Any], Any] | None = None,
+) -> None:
+    """Register `reference` of an op whose tokens do not know of each other: it takes them one by
+    one where the policy is deterministic.
 
-    once: makes of the call what every token can share.
     torch's product of one row sums in another order than that of several, and pointwise functions
     compute the last numbers of a tensor by other code than the rest.
+
+    run: its body, which writes its results. cost_us: of torch's own kernel. once: makes of a call
+    what its tokens share.
     """
 
     @functools.wraps(run)
@@ -52,27 +62,11 @@ def by_token(run: Run, once: Callable[[Any], Any] | None = None) -> Run:
         for t in range(sizes_of(call)["T"]):
             run(_part(call, {"T": slice(t, t + 1)}))
 
-    return either
-
-
-def register_by_token(
-    op: str,
-    run: Run,
-    takes: frozenset[str],
-    dtypes: tuple[torch.dtype, ...],
-    cost_us: Callable[[Problem], float],
-    about: str = "plain torch, float32 accumulation",
-    once: Callable[[Any], Any] | None = None,
-) -> None:
-    """Register `reference` of an op whose tokens do not know of each other.
-
-    run: its body, and once: as `by_token` takes them. cost_us: of torch's own kernel.
-    """
     register(
         Kernel(
             "reference",
             op,
-            by_token(run, once),
+            either,
             takes,
             dtypes,
             cost_us=lambda p: 1000.0 + 10.0 * cost_us(p),
