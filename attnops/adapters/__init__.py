@@ -170,8 +170,8 @@ def _sites(model: nn.Module, kernel: str | None) -> list[Site]:
 
 
 def _apart(named: list[Site], found: list[Site]) -> list[Site]:
-    """A module around attention modules, or one that is a part of one, has their name and no
-    attention of its own."""
+    """Those of `named` that may have attention of their own: a module around attention modules, or
+    one that is a part of one, has but their name."""
     alone = [
         n
         for n in named

@@ -300,7 +300,7 @@ class Pages:
         return change[0].request
 
     def _copy_pages(self, number: int, pairs: Tensor) -> None:
-        """Of every layer of a page table. pairs: (from, to)."""
+        """Copy pages in all layers of a page table. pairs: from, to, from, to ..."""
         slots = pairs.view(-1, 2, 1) * self.page_size
         slots = slots + torch.arange(self.page_size, device=pairs.device)
         source, target = (each.flatten() for each in slots.unbind(1))
