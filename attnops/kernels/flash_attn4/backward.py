@@ -39,6 +39,8 @@ from attnops.kernels.flash_attn4.fa4 import (
     FAMILIES,
     HALF,
     PACKAGES,
+    alone,
+    common_kind,
     function_of,
     longest,
     once,
@@ -142,33 +144,19 @@ def backward(call: Any, given: tuple[Tensor, ...], batch: dict[str, Any]) -> Gra
     """
     # It asks requires_grad of its inputs, whatever the grad mode.
     query, key, value, grad_output, output = (x.detach() for x in (*given, call.output))
-    rules, grad_lse, sinks = (
-        Rules.of(call),
-        call.grad_lse,
-        None if call.sinks is None else call.sinks.detach(),
-    )
-    sinks = sinks.float() if sinks is not None and sinks.dtype == torch.float64 else sinks
+    rules, grad_lse = Rules.of(call), call.grad_lse
+    sinks = None if call.sinks is None else alone(call.sinks)
     grad_output, output = (
         x.contiguous() if 0 in x.stride() else x
         for x in (grad_output.to(query.dtype), output.to(query.dtype))
     )
-    longest_q, longest_k = (
-        batch.get("max_seqlen_q", query.shape[-3]),
-        batch.get("max_seqlen_k", key.shape[-3]),
-    )
+    longest_q = batch.get("max_seqlen_q", query.shape[-3])
+    longest_k = batch.get("max_seqlen_k", key.shape[-3])
     steady = deterministic(call.policy) or repeatable() != "no"
     kind = (
         "backward",
-        query.device,
-        query.dtype,
-        tuple((x.shape[-1], tuple(s == 0 for s in x.stride())) for x in (query, key, value)),
-        query.shape[-2] // key.shape[-2],
-        rules.causal,
-        rules.left < 0,
-        rules.right < 0,
-        rules.softcap,
+        *common_kind(rules, sinks, query, key, value),
         len(batch),
-        None if sinks is None else sinks.dtype,
         grad_lse is None,
         len(batch) > 0 and batch["cu_seqlens_q"].shape[0] - 1 > 256,
         # Tiles of queries and of keys: a call of one tile is a kind of its own.

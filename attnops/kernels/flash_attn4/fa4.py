@@ -225,34 +225,18 @@ def forward(
     where requests are. Raises NotCompiled while a CUDA graph is captured, unless a call of this
     kind came before.
     """
-    query, sinks, rules = call.query, call.sinks, Rules.of(call)
-    if sinks is not None and sinks.dtype == torch.float64:
-        sinks = sinks.float()
+    rules = Rules.of(call)
+    sinks = None if call.sinks is None else alone(call.sinks)
+    # It asks requires_grad of its inputs, whatever the grad mode.
+    query, key, value = (x.detach() if x.requires_grad else x for x in (call.query, key, value))
     requests = batch["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in batch else query.shape[0]
     if call.q_scale is not None:
-        scales = {"q_descale": call.q_scale, "k_descale": call.k_scale, "v_descale": call.v_scale}
-        batch = batch | {
-            n: None if s is None else s.expand(requests, key.shape[-2]).contiguous()
-            for n, s in scales.items()
-        }
-    # It asks requires_grad of its inputs, whatever the grad mode.
-    query, key, value = (x.detach() if x.requires_grad else x for x in (query, key, value))
-    sinks = sinks.detach() if sinks is not None and sinks.requires_grad else sinks
-    group = query.shape[-2] // key.shape[-2]
+        batch = batch | _scales(call, (requests, key.shape[-2]))
     rows_q = batch.get("max_seqlen_q", query.shape[-3])
+    group = query.shape[-2] // key.shape[-2]
     kind = (
-        query.device,
-        query.dtype,
-        tuple(
-            (x.shape[-1], tuple(s == 0 for s in x.stride())) for x in (query, key, value, output)
-        ),
-        group,
+        *common_kind(rules, sinks, query, key, value, output),
         lse is None,
-        None if sinks is None else sinks.dtype,
-        rules.causal,
-        rules.left < 0,
-        rules.right < 0,
-        rules.softcap,
         tuple(
             rows_q * rows <= limit for rows in (1, group) for limit in (64, 128, 192, WIDEST_TILE)
         ),
@@ -280,6 +264,34 @@ def forward(
             **batch,
         ),
     )
+
+
+def alone(sinks: Tensor) -> Tensor:
+    """Sinks without a graph, in a dtype that the vendor takes."""
+    sinks = sinks.detach() if sinks.requires_grad else sinks
+    return sinks.float() if sinks.dtype == torch.float64 else sinks
+
+
+def common_kind(rules: Rules, sinks: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
+    """What kinds of calls forward and backward differ by. tensors: query and key come first."""
+    query, key = tensors[:2]
+    return (
+        query.device,
+        query.dtype,
+        tuple((x.shape[-1], tuple(s == 0 for s in x.stride())) for x in tensors),
+        query.shape[-2] // key.shape[-2],
+        None if sinks is None else sinks.dtype,
+        rules.causal,
+        rules.left < 0,
+        rules.right < 0,
+        rules.softcap,
+    )
+
+
+def _scales(call: Any, shape: tuple[int, int]) -> dict[str, Tensor | None]:
+    """Each for every request and key head."""
+    scales = {"q_descale": call.q_scale, "k_descale": call.k_scale, "v_descale": call.v_scale}
+    return {n: None if s is None else s.expand(shape).contiguous() for n, s in scales.items()}
 
 
 DENSE = Roofline(14.0, 1.0, 0.74, 0.011)  # by direct calls on an H200, which split no keys

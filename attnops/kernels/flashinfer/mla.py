@@ -153,14 +153,8 @@ def mla_attention(path: int, call: mla.MlaAttention) -> None:
     plan."""
     if blank(call):
         return
-    q_nope, q_pe, latents, table, kv_scale = (
-        call.q_nope,
-        call.q_pe,
-        call.latent_pages,
-        call.page_table,
-        call.kv_scale,
-    )
-    output, lse = call.output, call.lse
+    q_nope, q_pe, latents, table = call.q_nope, call.q_pe, call.latent_pages, call.page_table
+    output, kv_scale = call.output, call.kv_scale
     s = Shape(
         q_nope.shape[0],
         table.shape[1],
@@ -183,7 +177,7 @@ def mla_attention(path: int, call: mla.MlaAttention) -> None:
         if output.stride(2) == 1
         else torch.empty_like(output, memory_format=torch.contiguous_format)
     )
-    z = None if lse is None else gapless(lse)
+    z = None if call.lse is None else gapless(call.lse)
     # MaskMode: 0 is all keys, 1 causal.
     load(path, q_nope.dtype, latents.dtype).run(
         floats,
@@ -205,12 +199,17 @@ def mla_attention(path: int, call: mla.MlaAttention) -> None:
         1.0,
         None,
     )
-    if kv_scale is not None:
-        torch.mul(out, kv_scale, out=output)
-    elif out is not output:
-        output.copy_(out)
-    if lse is not None and z is not None and z is not lse:
-        lse.copy_(z)
+    _write(call, out, z)
+
+
+def _write(call: mla.MlaAttention, out: Tensor, lse: Tensor | None) -> None:
+    """Write what the kernel wrote elsewhere."""
+    if call.kv_scale is not None:
+        torch.mul(out, call.kv_scale, out=call.output)
+    elif out is not call.output:
+        call.output.copy_(out)
+    if lse is not None and call.lse is not None and lse is not call.lse:
+        call.lse.copy_(lse)
 
 
 @functools.cache

@@ -64,14 +64,7 @@ TILE = 64
 
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
     """With `kv_end` and more than a few queries the value is copied once."""
-    query, key, value, ends, starts, table = (
-        call.query,
-        call.key,
-        call.value,
-        call.kv_end,
-        call.kv_start,
-        None,
-    )
+    query, key, value = call.query, call.key, call.value
     batch, queries, heads, _ = query.shape
     if query.numel() == 0 or key.numel() == 0:
         output = query.new_zeros(
@@ -80,28 +73,32 @@ def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
         lse = query.new_full((batch, heads, queries), float("-inf"), dtype=torch.float32)
     else:
         steady, few = deterministic(call.policy), queries * (heads // key.shape[2]) <= FEW
-        if steady and few and ends is None and not call.attention_chunk:
-            # With `kv_end` few queries read pages, in other tiles. The most padded row decides if a
-            # call has it, so every call reads pages.
-            ends = torch.full((batch,), key.shape[1], dtype=torch.int32, device=query.device)
-        if ends is not None:
-            starts = starts if starts is None else torch.minimum(starts, ends)
-            if few:
-                # Each row is a page: the way pages are read for few queries zeroes the keys past
-                # the end.
-                table = torch.arange(batch, dtype=torch.int32, device=query.device)[:, None]
-            else:
-                # Keys past the end are masked after the product.
-                value = zeroed(
-                    value, torch.arange(key.shape[1], device=key.device) >= ends[:, None]
-                )
-        starts, ends = (x if x is None else x.to(torch.int32).contiguous() for x in (starts, ends))
-        output, lse = forward(
-            call, (query, key, value), (None, None, None, None, starts, ends, table), steady
-        )
+        value, requests = _ranges(call, steady, few)
+        output, lse = forward(call, (query, key, value), requests, steady)
     return output, compact(
         with_sinks(lse.transpose(1, 2), call.sinks)
     ) if call.return_lse else no_lse(query)
+
+
+def _ranges(call: dense.Attention, steady: bool, few: bool) -> tuple[Tensor, Requests]:
+    """(the value, where the keys of each row of the batch are). few: at most FEW query rows."""
+    value, starts, ends, table = call.value, call.kv_start, call.kv_end, None
+    batch, keys = call.key.shape[:2]
+    if steady and few and ends is None and not call.attention_chunk:
+        # With `kv_end` few queries read pages, in other tiles. The most padded row decides if a
+        # call has it, so every call reads pages.
+        ends = torch.full((batch,), keys, dtype=torch.int32, device=value.device)
+    if ends is not None:
+        starts = starts if starts is None else torch.minimum(starts, ends)
+        if few:
+            # Each row is a page: the way pages are read for few queries zeroes the keys past the
+            # end.
+            table = torch.arange(batch, dtype=torch.int32, device=value.device)[:, None]
+        else:
+            # Keys past the end are masked after the product.
+            value = zeroed(value, torch.arange(keys, device=value.device) >= ends[:, None])
+    starts, ends = (x if x is None else x.to(torch.int32).contiguous() for x in (starts, ends))
+    return value, (None, None, None, None, starts, ends, table)
 
 
 def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:

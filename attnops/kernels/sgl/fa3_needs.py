@@ -107,8 +107,7 @@ def steady_tiles(p: Problem) -> Refusal | None:
     """Under a deterministic policy: a tile must not follow from the longest request, nor from a
     window that reaches past its keys.
 
-    Pages and dense calls tell how many those are by their shapes. Where tiles with and without a
-    window differ: hopper/tile_size.h.
+    Pages and dense calls tell how many those are by their shapes.
     """
     if p.head_dim <= 64 and p.op != "attention":
         # Seen on an H200: at head dim 64 one query beside a prompt of 2,100 tokens has other bits
@@ -116,21 +115,21 @@ def steady_tiles(p: Problem) -> Refusal | None:
         return Refusal(
             "head_dim", p.head_dim, "> 64 for requests of several lengths (policy.deterministic)"
         )
-    if not p.rules.windowed or not (p.page_size or p.rules.kv_range):
+    if not p.rules.windowed or not (p.page_size or p.rules.kv_range) or _same_tiles(p):
         return None
-    d, half = p.head_dim, p.dtype.itemsize == 2
-    alike = p.target.arch == 90 and (
-        d <= (192 if half else 128)
-        if p.page_size
-        else half and p.rules.causal and (d <= 64 or 96 < d <= 128)
-    )
     where = "pages" if p.page_size else "kv_start, kv_end"
-    return (
-        None
-        if alike
-        else Refusal(
-            "window",
-            p.rules.window,
-            f"none with {where}, head_dim={d} on {p.target}: it may change the tiles",
-        )
+    return Refusal(
+        "window",
+        p.rules.window,
+        f"none with {where}, head_dim={p.head_dim} on {p.target}: it may change the tiles",
     )
+
+
+def _same_tiles(p: Problem) -> bool:
+    """Are tiles with a window those without? See hopper/tile_size.h."""
+    d, half = p.head_dim, p.dtype.itemsize == 2
+    if p.target.arch != 90:
+        return False
+    if p.page_size:
+        return d <= (192 if half else 128)
+    return half and p.rules.causal and (d <= 64 or 96 < d <= 128)

@@ -42,18 +42,9 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
     `sparse_decode_fwd` takes slots of pages that lie apart. `sparse_prefill_fwd` knows no pages: it
     counts the rows between them, too.
     """
-    pages, indices, sinks, scale, output, lse = (
-        call.latent_pages,
-        call.indices,
-        call.sinks,
-        call.scale,
-        call.output,
-        call.lse,
-    )
-    if not (output.numel() and indices.numel() and pages.numel()):
-        see_nothing(output, lse)
-        if lse is not None and sinks is not None:
-            lse.copy_(sinks)
+    pages, scale, tokens = call.latent_pages, call.scale, call.q_nope.shape[0]
+    if not (call.output.numel() and call.indices.numel() and pages.numel()):
+        _see_nothing(call)
         return
     if pages.data_ptr() % PACK:
         raise InvalidInput(
@@ -61,61 +52,89 @@ def sparse_mla_attention(call: sparse.SparseMlaAttention) -> None:
             pages.data_ptr(),
             "a multiple of 16: rows are loaded 16 bytes at a time",
         )
-    tokens, have, _ = call.q_nope.shape
-    heads = next(h for h in HEADS if h >= have)
+    heads = next(h for h in HEADS if h >= call.q_nope.shape[1])
     query = _query(call.q_nope, call.q_pe, heads)
     if scale <= 0:
         # The logits of unseen latents are -inf before the kernels multiply by the scale.
         query, scale = query * (-1.0 if scale < 0 else 0.0), -scale or 1.0
-    logits = None if sinks is None else sinks.float()
-    sinks = (
-        None
-        if logits is None
-        else logits.contiguous()
-        if heads == have
-        else pad(logits, (0, heads - have))
-    )
-    quantised = pages.dtype == torch.uint8
-    every, apart = (pages, pages.shape[1]) if quantised else _every_row(pages)
-    step = MOST_TOKENS if quantised else tokens
+    logits, sinks = _sinks(call.sinks, heads)
+    run, step = (_packed, MOST_TOKENS) if pages.dtype == torch.uint8 else (_plain, tokens)
     for start in range(0, tokens, step):
         rows = slice(start, start + step)
-        # Every token is a request of one query. The lse of no key is +inf, and sinks are not in it.
-        q, lists, length = (
-            query[rows],
-            indices[rows],
-            None if call.topk_length is None else call.topk_length[rows],
-        )
-        if quantised:
-            # The kernel asserts that it is given no lengths for these pages: entries past them
-            # become -1.
-            lists = _lists(lists, length, pages, PACKED_TILE, call.holes, apart)
-            out, z, _, _ = sources.op("sparse_decode_fwd")(
-                q[:, None],
-                pages[:, :, None],
-                lists[:, None],
-                None,
-                sinks,
-                None,
-                None,
-                None,
-                None,
-                None,
-                LATENT,
-                scale,
-            )
-            out, z = out[:, 0], z[:, :, 0]
-        else:
-            lists = _lists(lists, None, pages, PLAIN_TILE, call.holes, apart)
-            length = None if length is None else length.contiguous()
-            given = (q, every[:, None], lists[:, None], scale, LATENT, sinks, length)
-            out, _, z = sources.op("sparse_prefill_fwd")(*given)
-        output[rows].copy_(out[:, :have])
-        if lse is not None:
-            base = math.e if quantised else sources.source().lse_base
-            _write_lse(
-                lse[rows], z[:, :have] if base == math.e else z[:, :have] * math.log(base), logits
-            )
+        _write(call, rows, run(call, rows, query[rows], sinks, scale), logits)
+
+
+def _see_nothing(call: sparse.SparseMlaAttention) -> None:
+    see_nothing(call.output, call.lse)
+    if call.lse is not None and call.sinks is not None:
+        call.lse.copy_(call.sinks)
+
+
+def _sinks(sinks: Tensor | None, heads: int) -> tuple[Tensor | None, Tensor | None]:
+    """In float32: as they are, and contiguous for all heads of the kernel."""
+    if sinks is None:
+        return None, None
+    logits, more = sinks.float(), heads - sinks.shape[0]
+    return logits, pad(logits, (0, more)) if more else logits.contiguous()
+
+
+Results = tuple[Tensor, Tensor, float]
+"""Output and lse with all heads of the kernel, and the base of lse. Every token is a request of one
+query. The lse of no key is +inf, and sinks are not in it."""
+
+
+def _packed(
+    call: sparse.SparseMlaAttention, rows: slice, query: Tensor, sinks: Tensor | None, scale: float
+) -> Results:
+    """Of pages of bytes, for some tokens."""
+    pages = call.latent_pages
+    length = None if call.topk_length is None else call.topk_length[rows]
+    # The kernel asserts that it is given no lengths for these pages: entries past them become -1.
+    lists = _lists(call.indices[rows], length, pages, PACKED_TILE, call.holes, pages.shape[1])
+    out, z, _, _ = sources.op("sparse_decode_fwd")(
+        query[:, None],
+        pages[:, :, None],
+        lists[:, None],
+        None,
+        sinks,
+        None,
+        None,
+        None,
+        None,
+        None,
+        LATENT,
+        scale,
+    )
+    return out[:, 0], z[:, :, 0], math.e
+
+
+def _plain(
+    call: sparse.SparseMlaAttention, rows: slice, query: Tensor, sinks: Tensor | None, scale: float
+) -> Results:
+    """Of pages in bfloat16."""
+    pages = call.latent_pages
+    every, apart = _every_row(pages)
+    lists = _lists(call.indices[rows], None, pages, PLAIN_TILE, call.holes, apart)
+    length = None if call.topk_length is None else call.topk_length[rows].contiguous()
+    given = (query, every[:, None], lists[:, None], scale, LATENT, sinks, length)
+    out, _, z = sources.op("sparse_prefill_fwd")(*given)
+    return out, z, sources.source().lse_base
+
+
+def _write(
+    call: sparse.SparseMlaAttention, rows: slice, found: Results, sinks: Tensor | None
+) -> None:
+    out, z, base = found
+    have = call.output.shape[1]
+    call.output[rows].copy_(out[:, :have])
+    if call.lse is None:
+        return
+    z = z[:, :have] if base == math.e else z[:, :have] * math.log(base)
+    lse, least = call.lse[rows], float("-inf")
+    if sinks is None:
+        torch.nan_to_num(z, nan=float("nan"), posinf=least, neginf=least, out=lse)
+    else:
+        torch.logaddexp(z.masked_fill(z == float("inf"), least), sinks, out=lse)
 
 
 def _query(q_nope: Tensor, q_pe: Tensor, heads: int) -> Tensor:
@@ -163,10 +182,7 @@ def _lists(
         make_lists(indices, length, slots, out, page, apart)
         return out
     if holes or length is not None:
-        real = (indices >= 0) & (indices < slots)
-        if length is not None:
-            real &= torch.arange(indices.shape[1], device=indices.device) < length[:, None]
-        indices = torch.where(real, indices, -1)
+        indices = torch.where(_real(indices, length, slots), indices, -1)
     if apart != page:
         between = torch.div(indices, page, rounding_mode="floor") * (apart - page)
         indices = torch.where(indices < 0, -1, indices + between)
@@ -180,11 +196,12 @@ def _lists(
     )
 
 
-def _write_lse(lse: Tensor, z: Tensor, sinks: Tensor | None) -> None:
-    if sinks is None:
-        torch.nan_to_num(z, nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"), out=lse)
-    else:
-        torch.logaddexp(z.masked_fill(z == float("inf"), float("-inf")), sinks, out=lse)
+def _real(indices: Tensor, length: Tensor | None, slots: int) -> Tensor:
+    """bool, as `indices`: the entries that are slots, within their list's length."""
+    real = (indices >= 0) & (indices < slots)
+    if length is not None:
+        real &= torch.arange(indices.shape[1], device=indices.device) < length[:, None]
+    return real
 
 
 def _cost_us(p: Problem) -> float:

@@ -57,55 +57,63 @@ def vertical_slash_attention(call: vertical_slash.VerticalSlashAttention) -> Non
     One launch where all requests are of one length, else about as many as the longest request is
     longer than the mean.
     """
-    query, key, value, output, lse = call.query, call.key, call.value, call.output, call.lse
-    parts: list[Tensor] = []
-    tokens, batch = query.shape[0], call.block_count.shape[0]
-    runs = query.numel() and key.numel() and call.block_count.numel() and call.max_seqlen_k
-    if call.padded or not runs:
-        see_nothing(
-            output, None if runs else lse
-        )  # how many rows are of no request only the device knows
-    if runs:
-        varlen_fwd = wheel.op("varlen_fwd_sparse", wheel.common_ops(Target.of(query.device)))
-        # Its lse has room for `tokens` rows a head, and each request takes `longest` of them.
-        longest = min(call.max_seqlen_q, tokens)
-        fit, rows = tokens // longest, -(-longest // BLOCK)
-        index = [
-            x[:, :, :rows].contiguous()
-            for x in (call.block_count, call.block_offset, call.column_count, call.column_index)
-        ]
-        starts_q, starts_k = call.cu_seqlens_q.contiguous(), call.cu_seqlens_k.contiguous()
-        out = output if output.stride(2) == 1 else output.contiguous()
-        aligned(query=query, key=key, value=value, output=out)
-        for b in range(0, batch, fit):
-            some, ends = slice(b, b + fit), slice(b, b + fit + 1)
-            _, raw = varlen_fwd(
-                query,
-                key,
-                value,
-                *(x[some] for x in index),
-                out,
-                starts_q[ends],
-                starts_k[ends],
-                None,
-                None,
-                longest,
-                call.max_seqlen_k,
-                0.0,
-                call.scale,
-                False,
-                True,
-                0.0,
-                False,
-                None,
-            )
-            written = (min(fit, batch - b), query.shape[1], longest)
-            parts.append(raw.view(-1)[: math.prod(written)].view(written))
-        if out is not output:
-            output.copy_(out)
-    if lse is not None and parts:
+    output, lse = call.output, call.lse
+    sizes = call.query.numel(), call.key.numel(), call.block_count.numel(), call.max_seqlen_k
+    if 0 in sizes:
+        see_nothing(output, lse)
+        return
+    if call.padded:
+        see_nothing(output, None)  # how many rows are of no request only the device knows
+    out = output if output.stride(2) == 1 else output.contiguous()
+    parts = _written(call, out)
+    if out is not output:
+        output.copy_(out)
+    if lse is not None:
+        tokens = call.query.shape[0]
         packed = unpad(torch.cat(parts).transpose(1, 2), call.cu_seqlens_q, tokens, float("-inf"))
         lse.copy_(packed.masked_fill_(packed == float("inf"), float("-inf")))
+
+
+def _written(call: vertical_slash.VerticalSlashAttention, out: Tensor) -> list[Tensor]:
+    """Write `out`. Returns the lse of each launch, `[B, Hq, longest]`."""
+    query, key, value = call.query, call.key, call.value
+    tokens, batch = query.shape[0], call.block_count.shape[0]
+    varlen_fwd = wheel.op("varlen_fwd_sparse", wheel.common_ops(Target.of(query.device)))
+    # Its lse has room for `tokens` rows a head, and each request takes `longest` of them.
+    longest = min(call.max_seqlen_q, tokens)
+    fit, rows = tokens // longest, -(-longest // BLOCK)
+    index = [
+        x[:, :, :rows].contiguous()
+        for x in (call.block_count, call.block_offset, call.column_count, call.column_index)
+    ]
+    starts_q, starts_k = call.cu_seqlens_q.contiguous(), call.cu_seqlens_k.contiguous()
+    aligned(query=query, key=key, value=value, output=out)
+    parts = []
+    for b in range(0, batch, fit):
+        some, ends = slice(b, b + fit), slice(b, b + fit + 1)
+        _, raw = varlen_fwd(
+            query,
+            key,
+            value,
+            *(x[some] for x in index),
+            out,
+            starts_q[ends],
+            starts_k[ends],
+            None,
+            None,
+            longest,
+            call.max_seqlen_k,
+            0.0,
+            call.scale,
+            False,
+            True,
+            0.0,
+            False,
+            None,
+        )
+        written = (min(fit, batch - b), query.shape[1], longest)
+        parts.append(raw.view(-1)[: math.prod(written)].view(written))
+    return parts
 
 
 def _index_us(p: Problem) -> float:

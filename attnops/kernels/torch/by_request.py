@@ -33,23 +33,12 @@ def by_request(run: Run) -> Run:
     return either
 
 
-def register_by_token(
-    op: str,
-    run: Run,
-    takes: frozenset[str],
-    dtypes: tuple[torch.dtype, ...],
-    cost_us: Callable[[Problem], float],
-    about: str = "plain torch, float32 accumulation",
-    once: Callable[[Any], Any] | None = None,
-) -> None:
-    """Register `reference` of an op whose tokens do not know of each other: it takes them one by
-    one where the policy is deterministic.
+def by_token(run: Run) -> Run:
+    """`run`, a reference body that writes its results, that takes the tokens one by one where the
+    policy is deterministic.
 
     torch's product of one row sums in another order than that of several, and pointwise functions
     compute the last numbers of a tensor by other code than the rest.
-
-    run: its body, which writes its results. cost_us: of torch's own kernel. once: makes of a call
-    what its tokens share.
     """
 
     @functools.wraps(run)
@@ -57,16 +46,29 @@ def register_by_token(
         if not deterministic(call.policy):
             run(call)
             return
-        if once is not None:
-            call = once(call)
         for t in range(sizes_of(call)["T"]):
             run(_part(call, {"T": slice(t, t + 1)}))
 
+    return either
+
+
+def register_by_token(
+    op: str,
+    run: Run,
+    takes: frozenset[str],
+    dtypes: tuple[torch.dtype, ...],
+    cost_us: Callable[[Problem], float],
+    about: str = "plain torch, float32 accumulation",
+) -> None:
+    """Register `reference` of an op whose tokens do not know of each other.
+
+    run: the result of `by_token`. cost_us: of torch's own kernel.
+    """
     register(
         Kernel(
             "reference",
             op,
-            either,
+            run,
             takes,
             dtypes,
             cost_us=lambda p: 1000.0 + 10.0 * cost_us(p),

@@ -7,7 +7,7 @@ import torch
 
 from attnops.core.kernel import Kernel, register
 from attnops.kernels.shared.experts import TAKES, cost_us, experts
-from attnops.kernels.torch.by_request import register_by_token
+from attnops.kernels.torch.by_request import by_token, register_by_token
 from attnops.ops.experts.reference import experts as reference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -23,4 +23,4 @@ register(
         about="torch's grouped product, or an expert after the other",
     )
 )
-register_by_token("experts", reference, TAKES, FLOATS, cost_us)
+register_by_token("experts", by_token(reference), TAKES, FLOATS, cost_us)

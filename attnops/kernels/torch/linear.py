@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from attnops.core.kernel import Inline, Kernel, register
+from attnops.core.kernel import Inline, Kernel, deterministic, register
 from attnops.core.problem import Problem
 from attnops.core.record import changed
 from attnops.kernels.shared.linear import TAKES, product_us
-from attnops.kernels.torch.by_request import register_by_token
+from attnops.kernels.torch.by_request import by_token, register_by_token
 from attnops.ops.linear import reference as formulas
 
 if TYPE_CHECKING:
@@ -49,8 +49,15 @@ def cost_us(p: Problem) -> float:
     return 4.0 + product_us(p, rows) + 2.5 * len(p.asks & {"norm_weight", "activation", "residual"})
 
 
-def _wide(call: Any) -> Any:
-    return changed(call, weight=call.weight.to(torch.promote_types(call.x.dtype, torch.float32)))
+def _reference(call: Any) -> None:
+    if deterministic(call.policy):  # once, and not for every token
+        call = changed(
+            call, weight=call.weight.to(torch.promote_types(call.x.dtype, torch.float32))
+        )
+    _by_token(call)
+
+
+_by_token = by_token(formulas.linear)
 
 
 register(
@@ -65,4 +72,4 @@ register(
         about="torch's own product; the compiler fuses the rest",
     )
 )
-register_by_token("linear", formulas.linear, TAKES, FLOATS, cost_us, once=_wide)
+register_by_token("linear", _reference, TAKES, FLOATS, cost_us)

@@ -10,7 +10,7 @@ import torch
 from attnops.core.kernel import Kernel, register
 from attnops.kernels.shared import experts as plain
 from attnops.kernels.shared.mxfp4_experts import TAKES, cost_us
-from attnops.kernels.torch.by_request import register_by_token
+from attnops.kernels.torch.by_request import by_token, register_by_token
 from attnops.ops.experts.mxfp4_reference import decoded_call, experts as reference
 
 if TYPE_CHECKING:
@@ -35,4 +35,4 @@ register(
         about="weights decoded for the call, torch's grouped product",
     )
 )
-register_by_token("mxfp4_experts", reference, TAKES, FLOATS, cost_us)
+register_by_token("mxfp4_experts", by_token(reference), TAKES, FLOATS, cost_us)

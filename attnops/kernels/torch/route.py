@@ -8,7 +8,7 @@ import torch
 from attnops.core.kernel import Inline, Kernel, register
 from attnops.core.problem import Problem
 from attnops.kernels.shared.route import TAKES
-from attnops.kernels.torch.by_request import register_by_token
+from attnops.kernels.torch.by_request import by_token, register_by_token
 from attnops.ops.experts.route_reference import route as reference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,4 +33,4 @@ register(
         about="torch's own sorts; the compiler fuses the rest",
     )
 )
-register_by_token("route", reference, TAKES, FLOATS, cost_us, "plain torch, float32")
+register_by_token("route", by_token(reference), TAKES, FLOATS, cost_us, "plain torch, float32")

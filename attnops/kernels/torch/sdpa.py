@@ -69,11 +69,15 @@ def _sdpa(
     ).transpose(1, 2)
     if mask is None or cpu:
         return compact(out)
-    out = compact(out.to(query.dtype))
     # SDPA's backends differ in the result of a query that sees no key; those of the CPU give 0 by
     # themselves.
-    blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
-    return out.masked_fill(blind.transpose(1, 2)[..., None], 0.0)
+    blind = _sees_nothing(mask).transpose(1, 2)[..., None]
+    return compact(out.to(query.dtype)).masked_fill(blind, 0.0)
+
+
+def _sees_nothing(mask: Tensor) -> Tensor:
+    """`[..., S]`: does the query see no key?"""
+    return ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -108,22 +112,19 @@ def _join(see: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor
 
 
 def attention(call: dense.Attention) -> tuple[Tensor, Tensor]:
-    query, key, value, start, end, causal = (
-        call.query,
-        call.key,
-        call.value,
-        call.kv_start,
-        call.kv_end,
-        call.causal,
-    )
-    windowed = (
-        call.window_left >= 0 or (call.window_right >= 0 and not causal) or call.attention_chunk > 0
-    )
-    free = not windowed and start is None and end is None
-    if free and causal and surely(query.shape[1] == 1):
-        causal = False  # one query at the last key sees them all
-    if free and call.mask is None and (not causal or surely(query.shape[1] == key.shape[1])):
-        return _sdpa(query, key, value, call.scale, causal=causal), no_lse(query)
+    query, key, value, causal = call.query, call.key, call.value, call.causal
+    start, end = call.kv_start, call.kv_end
+    if (
+        start is None
+        and end is None
+        and call.window_left < 0
+        and call.attention_chunk <= 0
+        and (causal or call.window_right < 0)
+    ):
+        if causal and surely(query.shape[1] == 1):
+            causal = False  # one query at the last key sees them all
+        if call.mask is None and (not causal or surely(query.shape[1] == key.shape[1])):
+            return _sdpa(query, key, value, call.scale, causal=causal), no_lse(query)
     see = dense_visible(query, key, start, end, Rules.of(call)._replace(causal=causal))
     key, value = in_range(key, start, end), in_range(value, start, end)
     return _sdpa(query, key, value, call.scale, see, call.mask), no_lse(query)

@@ -69,12 +69,22 @@ class Launch:
         return id(self.kernel), self.device, *(_kind(x, True) for x in self.args), *named
 
 
+def memory_kind(x: Any) -> tuple[Any, ...]:
+    """What Triton tells tensors apart by."""
+    return x.dtype, x.data_ptr() % ALIGNED == 0
+
+
+def descriptor_kind(x: Any) -> tuple[Any, ...]:
+    """What Triton tells descriptors of tensors apart by."""
+    return x.base.dtype, *x.block_shape
+
+
 def _kind(x: Any, varies: bool) -> Any:
     """As Triton tells arguments apart. varies: one compiled kernel serves other numbers, too."""
     if isinstance(x, Pointer):
-        return x.dtype, x.address % ALIGNED == 0
+        return memory_kind(x)
     if hasattr(x, "block_shape"):
-        return x.base.dtype, *x.block_shape
+        return descriptor_kind(x)
     if not varies or type(x) not in (int, float):
         return x
     return (x == 1, x % ALIGNED == 0) if type(x) is int else float

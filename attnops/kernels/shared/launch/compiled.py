@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnops.kernels.shared.launch.beside import ALIGNED
+from attnops.kernels.shared.launch.beside import descriptor_kind, memory_kind
 
 MOST = 4096
 """Kinds of launches that are kept. Numbers that change from call to call, such as lengths, make
@@ -28,19 +28,10 @@ kinds of their own."""
 
 Values = tuple[Any, ...]
 
-
-def _tensor(x: Tensor) -> Values:
-    return x.dtype, x.data_ptr() % ALIGNED
-
-
-def _descriptor(x: TensorDescriptor) -> Values:
-    return x.base.dtype, *x.block_shape
-
-
 _SHOWN: dict[type, Callable[[Any], Values]] = {
-    Tensor: _tensor,
-    nn.Parameter: _tensor,
-    TensorDescriptor: _descriptor,
+    Tensor: memory_kind,
+    nn.Parameter: memory_kind,
+    TensorDescriptor: descriptor_kind,
 }
 """By type: what Triton may compile another kernel for. A number is its own kind, which is finer
 than Triton's kinds."""

@@ -147,19 +147,26 @@ def ruled(rules: Rules) -> dict[str, Any]:
     }
 
 
-def masked(mask: Tensor | None) -> tuple[dict[str, Any], tuple[int, int, int, int]]:
-    """A mask as device functions take it, and its strides by request, head, query and key.
+NO_MASK = {"mask_ptr": None, "MASK": "none", "mask_b": 0, "mask_h": 0, "mask_q": 0, "mask_k": 0}
+
+
+def masked(mask: Tensor | None, queries: int = 0) -> dict[str, Any]:
+    """A mask as device functions take it, with its strides by request, head, query and key.
 
     mask: `[1 | B, 1 | H, 1 | S, K]`, or `[T, K]` of packed tokens. A dim of one number serves all.
+    queries: of a dense request, where its first token has the offset of as many queries for each
+    request before it.
     """
     if mask is None:
-        return {"mask_ptr": None, "MASK": "none"}, (0, 0, 0, 0)
+        return NO_MASK
     if mask.dim() == 2:
         b, h, q = 0, 0, mask.stride(0)
     else:
         b, h, q = (0 if n == 1 else mask.stride(i) for i, n in enumerate(mask.shape[:3]))
+        b -= queries * q
     ptr, kind = (mask.view(torch.uint8), "bool") if mask.dtype == torch.bool else (mask, "additive")
-    return {"mask_ptr": ptr, "MASK": kind}, (b, h, q, mask.stride(-1))
+    steps = {"mask_b": b, "mask_h": h, "mask_q": q, "mask_k": mask.stride(-1)}
+    return {"mask_ptr": ptr, "MASK": kind, **steps}
 
 
 def strides(**given: Tensor) -> dict[str, int]:

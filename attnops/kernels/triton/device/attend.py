@@ -111,7 +111,7 @@ def attend_tile(
     k_n,
     v_p,
     v_n,
-    mask_n,
+    mask_k,
     D: constexpr,
     DV: constexpr,
     DR: constexpr,
@@ -144,7 +144,7 @@ def attend_tile(
         s = s * temperature[:, None]
     if MASK != "none":
         bias = tl.load(
-            mask_ptr + mask_row[:, None] + keys[None, :] * mask_n,
+            mask_ptr + mask_row[:, None] + keys[None, :] * mask_k,
             mask=live[:, None] & seen[None, :],
             other=0,
         )
@@ -198,7 +198,7 @@ VARYING = [
     "table_b",
     "mask_b",
     "mask_h",
-    "mask_t",
+    "mask_q",
     "q_b",
     "r_b",
 ]
@@ -259,8 +259,8 @@ def attend(
     table_b,
     mask_b,
     mask_h,
-    mask_t,
-    mask_n,
+    mask_q,
+    mask_k,
     out_t,
     out_h,
     out_d,
@@ -391,7 +391,7 @@ def attend(
     high = tl.maximum(high, start)
 
     row_ptr = table_ptr + request.to(tl.int64) * table_b
-    mask_row = token * mask_t
+    mask_row = token * mask_q
     if PAGE == 0:
         place = tl.load(row_ptr).to(tl.int64)
         q_ptr += place * q_b
@@ -467,7 +467,7 @@ def attend(
                     k_n,
                     v_p,
                     v_n,
-                    mask_n,
+                    mask_k,
                     D,
                     DV,
                     DR,

@@ -236,22 +236,14 @@ def _attend(
         itemsize=_multiplied(given).dtype.itemsize,
         stored=given.key.dtype.itemsize,
         masked=call.mask is not None,
-        # How many keys before its own a query may see, -1 for all.
-        left=min((n for n in (rules.left, rules.chunk - 1) if n >= 0), default=-1),
+        left=_left(rules),
         warpgroups=gpu.warpgroups,
         wide=not given.latent and max(dims, v_dims) > 256,
-        odd=any(x.shape[-1] * x.dtype.itemsize % 16 for x in (given.key, given.value)),
+        odd=_odd(given.key, given.value),
     )
-    mask, (b, h, t, n) = masked(call.mask)
     arguments: dict[str, Any] = {
         **_arguments(call, batch, given, rules),
-        **mask,
-        # The first token of a dense request has the offset of as many queries for each request
-        # before it.
-        "mask_b": b - batch.queries * t if call.mask is not None and call.mask.dim() == 4 else b,
-        "mask_h": h,
-        "mask_t": t,
-        "mask_n": n,
+        **masked(call.mask, batch.queries),
         "D": dims,
         "DV": v_dims,
         "BLOCK_D": block_d,
@@ -267,15 +259,34 @@ def _attend(
         turn = max(1, MOST_PARTS_BYTES // part_bytes) if part_bytes else requests
         if turn >= requests:
             _stages(at, arguments)
-            continue
-        for first in range(0, requests, turn):
-            end = min(first + turn, requests)
-            some = {n: x[first:end] for n in BY_REQUEST if (x := arguments[n]) is not None}
-            some |= {
-                "starts_ptr": arguments["starts_ptr"][first : end + 1],
-                "requests": end - first,
-            }
-            _stages(grids.part_of(at, end - first, end == requests), arguments | some)
+        else:
+            _in_turns(at, arguments, turn)
+
+
+def _in_turns(at: grids.Launch, arguments: dict[str, Any], turn: int) -> None:
+    """Launch the stages for `turn` requests at once."""
+    requests = arguments["requests"]
+    for first in range(0, requests, turn):
+        end = min(first + turn, requests)
+        some = {n: x[first:end] for n in BY_REQUEST if (x := arguments[n]) is not None}
+        some |= {
+            "starts_ptr": arguments["starts_ptr"][first : end + 1],
+            "requests": end - first,
+        }
+        _stages(grids.part_of(at, end - first, end == requests), arguments | some)
+
+
+def _left(rules: Rules) -> int:
+    """How many keys before its own a query may see, -1 for all."""
+    if rules.left < 0 or rules.chunk == 0:
+        return max(rules.left, rules.chunk - 1)
+    return min(rules.left, rules.chunk - 1)
+
+
+def _odd(key: Tensor, value: Tensor) -> bool:
+    key_bytes = key.shape[-1] * key.dtype.itemsize
+    value_bytes = value.shape[-1] * value.dtype.itemsize
+    return key_bytes % 16 > 0 or value_bytes % 16 > 0
 
 
 def _arguments(call: Any, batch: Batch, given: Operands, rules: Rules) -> dict[str, Any]:
@@ -359,12 +370,9 @@ def _stages(at: grids.Launch, given: dict[str, Any]) -> None:
     """Launch stage one, and stage two where stage one leaves parts."""
     if at.blocks == 0:
         return
-    output, dims, heads, tile = (
-        given["out_ptr"],
-        given["DV"],
-        given["KV_HEADS"] * given["GROUP"],
-        at.tile,
-    )
+    output, dims = given["out_ptr"], given["DV"]
+    heads = given["KV_HEADS"] * given["GROUP"]
+    tile, parts = at.tile, at.parts
     rows = given["requests"] * at.queries * heads
     shared = {
         **given,
@@ -375,9 +383,9 @@ def _stages(at: grids.Launch, given: dict[str, Any]) -> None:
         "fewest": at.fewest,
         "most": at.most,
         "parts_ptr": output.new_empty(rows * at.splits * (dims + 1), dtype=torch.float32)
-        if at.parts
+        if parts
         else None,
-        "OVERLAP": at.parts and at.overlap and overlaps(output.device),
+        "OVERLAP": parts and at.overlap and overlaps(output.device),
     }
     capped = {"maxnreg": tile.registers} if tile.registers else {}
     launch(
@@ -391,15 +399,16 @@ def _stages(at: grids.Launch, given: dict[str, Any]) -> None:
             "TILE_M": tile.rows,
             "TILE_N": tile.keys,
             "RAGGED": at.ragged,
-            "SPLIT": at.parts,
+            "SPLIT": parts,
             "PEEL": tile.rows >= 64 and given["MASK"] == "none",
             "num_stages": tile.stages,
             **capped,
         },
         warps=tile.warps,
     )
-    if at.parts and rows:
-        block = min(given["BLOCK_DV"], 4096 // at.at_once)
+    if parts and rows:
+        at_once = at.at_once
+        block = min(given["BLOCK_DV"], 4096 // at_once)
         early = {"launch_pdl": True} if shared["OVERLAP"] else {}
         launch(
             combine,
@@ -409,7 +418,7 @@ def _stages(at: grids.Launch, given: dict[str, Any]) -> None:
                 "tile": tile.keys,
                 "HEADS": heads,
                 "BLOCK_DV": block,
-                "AT_ONCE": at.at_once,
+                "AT_ONCE": at_once,
                 **early,
             },
         )

@@ -63,9 +63,12 @@ def _write(
     if slots.shape[0] == 0 or a_pages.shape[0] == 0:
         return
     gpu, heads, page = gpu_of(slots), a.shape[1], a_pages.shape[1]
-    widths = heads * a.shape[2], heads * b.shape[2]
-    tile = tiles.store_tile(slots.shape[0], widths, a.dtype.itemsize, gpu.multiprocessors)
-    blocks = [min(tile.columns, tiles.block(n)) for n in widths]
+    a_width, b_width = heads * a.shape[2], heads * b.shape[2]
+    tile = tiles.store_tile(
+        slots.shape[0], (a_width, b_width), a.dtype.itemsize, gpu.multiprocessors
+    )
+    a_block = min(tile.columns, tiles.block(a_width))
+    b_block = min(tile.columns, tiles.block(b_width))
     args: list[Any] = [slots, slots.stride(0), slots.shape[0], a_pages.shape[0] * page]
     stored = []
     for rows, pages, scale in parts:
@@ -84,18 +87,15 @@ def _write(
         ]
     launch(
         store,
-        (
-            -(-slots.shape[0] // tile.rows),
-            sum(-(-n // w) for n, w in zip(widths, blocks, strict=True)),
-        ),
+        (-(-slots.shape[0] // tile.rows), -(-a_width // a_block) + -(-b_width // b_block)),
         {
             "PAGE": page,
             "HEADS": heads,
             "A_D": a.shape[2],
             "B_D": b.shape[2],
             "BLOCK_T": tile.rows,
-            "A_BLOCK": blocks[0],
-            "B_BLOCK": blocks[1],
+            "A_BLOCK": a_block,
+            "B_BLOCK": b_block,
             "A_AS": stored[0],
             "B_AS": stored[1],
             "HARDWARE": gpu.float8,
@@ -144,9 +144,7 @@ def write_latent_packed(call: sparse.WriteLatentPacked) -> None:
 
 
 def copy_kv(call: paged.CopyKV) -> None:
-    source, target = call.source, call.target
-    given = (x for x in (call.k_pages, call.v_pages) if x is not None and x.numel())
-    pools = [_bits(x if x.dim() == 5 else x[:, :, :, None]) for x in given]
+    source, target, pools = call.source, call.target, _pools(call)
     entries = source.shape[0]
     if not pools or entries == 0:
         return
@@ -173,6 +171,12 @@ def copy_kv(call: paged.CopyKV) -> None:
         (*index, pools[0], *pools[0].stride(), *second),
         tile.warps,
     )
+
+
+def _pools(call: paged.CopyKV) -> list[Tensor]:
+    """The pools that hold something, with a dim of heads, as bits."""
+    given = [x for x in (call.k_pages, call.v_pages) if x is not None and x.numel()]
+    return [_bits(x if x.dim() == 5 else x[:, :, :, None]) for x in given]
 
 
 def _copy_through(pool: Tensor, index: tuple[Any, ...]) -> None:

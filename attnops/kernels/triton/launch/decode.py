@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attnops.core.kernel import deterministic
 from attnops.core.tensors import Rules
@@ -35,14 +36,8 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     Under a deterministic policy a request's keys are cut at the same places in every batch and page
     table, and merged as many at once.
     """
-    query, key, value, k, v, output = (
-        call.query,
-        call.key,
-        call.value,
-        call.k_pages,
-        call.v_pages,
-        call.output,
-    )
+    query, key, value, output = call.query, call.key, call.value, call.output
+    k, v = call.k_pages, call.v_pages
     if output.numel() == 0:
         return
     (requests, heads, dims), (pages, page, kv_heads, _) = query.shape, k.shape
@@ -63,9 +58,7 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     parts = output.new_empty(numbers + numbers // dims, dtype=torch.float32) if apart else None
     counters = split(call.workspace, 0)[0].view(torch.int32) if apart else None
     table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
-    cos, sin = (
-        x if x is None or x.stride(1) == 1 else x.contiguous() for x in (call.cos, call.sin)
-    )
+    cos, cos_b, sin, sin_b = _rotation(call.cos, call.sin)
     rows, block = power(group), padded(dims)
     launch(
         decode,
@@ -105,9 +98,9 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
             call.slots,
             call.slots.stride(0),
             cos,
-            0 if cos is None else cos.stride(0),
+            cos_b,
             sin,
-            0 if sin is None else sin.stride(0),
+            sin_b,
             output,
             *output.stride(),
             flat(call.q_norm),
@@ -126,3 +119,14 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
         ),
         tile.warps,
     )
+
+
+def _rotation(
+    cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor | None, int, Tensor | None, int]:
+    """Both contiguous within a row, each with its stride by request."""
+    if cos is None or sin is None:
+        return None, 0, None, 0
+    cos = cos if cos.stride(1) == 1 else cos.contiguous()
+    sin = sin if sin.stride(1) == 1 else sin.contiguous()
+    return cos, cos.stride(0), sin, sin.stride(0)

@@ -158,11 +158,13 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> 
         (False, chosen[1], act, call.down, call.down_bias, y),
     ):
         pairs, along = up and call.interleaved, _along(weight)
-        described = tile.described and gpu_of(x).warpgroups and _describable(weight)
+        read: Any = weight
+        if tile.described and gpu_of(x).warpgroups:
+            read = _descriptor(weight, tile, along)
         n = tile.rows // 2 if pairs else tile.rows
         args = (
             source,
-            _descriptor(weight, tile, along) if described else weight,
+            read,
             flat(bias),
             index,
             weights,
@@ -190,7 +192,7 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> 
                 **given,
                 "INTERLEAVED": pairs,
                 "COMPUTE": computed_in(x),
-                "DESCRIBED": described,
+                "DESCRIBED": read is not weight,
                 "ALONG_N": along,
                 **overlapped(tile.overlap and overlap),
             },
@@ -217,19 +219,12 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> 
     )
 
 
-def _describable(weight: Tensor) -> bool:
+def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:
+    """As that of a linear's weight."""
     strides = [n * weight.dtype.itemsize for n in weight.stride() if n != 1]
     along_one = 1 in weight.stride()[1:] and len(strides) == 2
-    return (
-        along_one
-        and address(weight) % ALIGNED == 0
-        and all(n % ALIGNED == 0 and n > 0 for n in strides)
-    )
-
-
-def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:
-    """Made anew for every launch, from the address that the weight has now; a captured launch holds
-    its own copy, as it holds addresses."""
+    if not along_one or any(n % ALIGNED or n <= 0 for n in strides) or address(weight) % ALIGNED:
+        return weight
     memory = weight.transpose(1, 2) if along else weight
     block = (tile.columns, tile.rows) if along else (tile.rows, tile.columns)
     return TensorDescriptor(memory, [*memory.shape], [*memory.stride()], [1, *block])

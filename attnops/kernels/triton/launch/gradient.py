@@ -12,6 +12,7 @@ from torch import Tensor
 from attnops.core.kernel import deterministic
 from attnops.core.tensors import Rules
 from attnops.kernels.shared.launch.gpu import (
+    NO_MASK,
     computed_in,
     flat,
     gpu_of,
@@ -93,38 +94,22 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
 
     covered: does every row belong to a request, and every key to its range?
     """
-    query, key, value, sinks, mask, requests = (
-        call.query,
-        call.key,
-        call.value,
-        call.sinks,
-        call.mask,
-        batch.requests,
-    )
-    inputs = query, key, value
-    graded = mask if getattr(call, "mask_grad", False) else None
+    query, key, value, sinks = call.query, call.key, call.value, call.sinks
+    graded = call.mask if getattr(call, "mask_grad", False) else None
     # Without keys the log-sum-exp is the sink, which then has a gradient all the same.
-    if not (requests and query.numel()):
-        return (
-            *(x.new_zeros(x.shape) for x in inputs),
-            zeros_of(graded, query),
-            zeros_of(sinks, query),
-        )
+    if not (batch.requests and query.numel()):
+        return _zeros(call, graded)
     new = torch.empty if covered else torch.zeros
-    found = [new(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    found = [new(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
     (heads, dims), (kv_heads, v_dims), rules = query.shape[-2:], value.shape[-2:], Rules.of(call)
     tokens, keys = query.numel() // (heads * dims), key.numel() // (kv_heads * dims)
     stats = torch.empty((heads, tokens, 2), dtype=torch.float32, device=query.device)
     parts = (
         None if sinks is None else new((heads, tokens), dtype=torch.float32, device=query.device)
     )
-    grad_output, output = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (call.grad_output, call.output)
-    )
-    if deterministic(call.policy):
-        grad_output, output = steady(grad_output), steady(output)
+    fixed = deterministic(call.policy)
+    grad_output, output = _as_read(call.grad_output, fixed), _as_read(call.output, fixed)
     block, rest = parted(dims)
-    where, (b, h, q, k) = masked(mask)
     shared = {
         **ruled(rules),
         "g_ptr": grad_output,
@@ -134,19 +119,12 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
         "stats_ptr": stats,
         "start_ptr": batch.start,
         "end_ptr": batch.end,
-        "requests": requests,
+        "requests": batch.requests,
         "width_q": batch.width_q,
         "width_k": batch.width_k,
         "tokens": tokens,
         **strides(g=grad_output, q=query, k=key, v=value),
-        **where,
-        "mask_b": b,
-        "mask_h": h,
-        "mask_q": q,
-        "mask_k": k,
-        "mask_t": q if mask is not None and mask.dim() == 2 else 0,
-        # Eight numbers at once, where a row is whole eights.
-        "MASK_STEP": 8 if mask is not None and mask.shape[-1] % 8 == 0 else 1,
+        **_masked(call.mask),
         "HEADS": heads,
         "GROUP": heads // kv_heads,
         "D": dims,
@@ -158,13 +136,13 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
         **shared,
         "cu_q_ptr": batch.cu_q,
         "cu_k_ptr": batch.cu_k,
-        "steps": requests.bit_length(),
+        "steps": batch.requests.bit_length(),
         "factor": rules.scale,
         "BLOCK_D": block,
         "REST": rest,
     }
     gpu = gpu_of(query)
-    of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu.memory, mask is not None)
+    of_queries, of_keys = tiles_of(query.dtype, dims, v_dims, gpu.memory, call.mask is not None)
     # Windows and chunks need more registers: with fewer, ptxas has each product wait for the one
     # before it.
     capped = gpu.warpgroups and all(shared[n] is None for n in ("left", "right", "chunk"))
@@ -216,9 +194,26 @@ def _gradients(call: Any, batch: Batch, covered: bool) -> tuple[Tensor, ...]:
     return *found, query.new_empty(0) if graded is None else of_mask(shared, graded), grad_sinks
 
 
-def zeros_of(x: Tensor | None, query: Tensor) -> Tensor:
-    """Zeros like `x`, contiguous, or `[0]` of the query's dtype without one."""
-    return query.new_empty(0) if x is None else x.new_zeros(x.shape)
+def _as_read(x: Tensor, fixed: bool) -> Tensor:
+    """`x` with contiguous rows. fixed: under a deterministic policy."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return steady(x) if fixed else x
+
+
+def _masked(mask: Tensor | None) -> dict[str, Any]:
+    """The arguments about the mask."""
+    if mask is None:
+        return {**NO_MASK, "mask_t": 0, "MASK_STEP": 1}
+    found = masked(mask)
+    # Eight numbers at once, where a row is whole eights.
+    step = 1 if mask.shape[-1] % 8 else 8
+    return {**found, "mask_t": found["mask_q"] if mask.dim() == 2 else 0, "MASK_STEP": step}
+
+
+def _zeros(call: Any, graded: Tensor | None) -> tuple[Tensor, ...]:
+    """The results of `_gradients` without keys or queries."""
+    inputs = call.query, call.key, call.value, graded, call.sinks
+    return tuple(call.query.new_empty(0) if x is None else x.new_zeros(x.shape) for x in inputs)
 
 
 def of_mask(shared: dict[str, Any], mask: Tensor) -> Tensor:

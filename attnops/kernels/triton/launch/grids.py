@@ -111,7 +111,7 @@ class Launch(NamedTuple):
 
     blocks: programs of stage one. tiles, pads, each, ragged: as `attend` takes them. split_keys: 0
     for an even share.
-    at_once: parts that a program of stage two reads at once. overlap: as in Choice.
+    overlap: as in Choice.
     """
 
     tile: Tile
@@ -125,7 +125,6 @@ class Launch(NamedTuple):
     queries: int
     fewest: int
     most: int
-    at_once: int
     overlap: bool
 
     @property
@@ -133,6 +132,13 @@ class Launch(NamedTuple):
         """Does stage one leave parts? With a fixed split it always does, so that one part and many
         reach the output the same way."""
         return self.splits > 1 or self.split_keys > 0
+
+    @property
+    def at_once(self) -> int:
+        """Parts that a program of stage two reads at once: as many in every batch with a fixed
+        split."""
+        many = self.split_keys > 0 or self.splits > FEW_SPLITS
+        return MANY_SPLITS if many else FEW_SPLITS
 
 
 LEAST_DECODED = 128
@@ -252,23 +258,22 @@ def first_part(dims: int) -> int:
 
 def tiles_of(s: Shape) -> tuple[Tile, ...]:
     """The table's row for a shape. Raises ValueError for a head dim beyond the table."""
-    quantised = s.stored < s.itemsize
+    kind, width = _kind(s), padded(s.head_dim)
     if s.wide and s.itemsize == 2:
-        return WIDE["quantised" if quantised else "half"]
-    for kind in (
-        ("float32",) if s.itemsize == 4 else ("quantised", "half") if quantised else ("half",)
-    ):
-        # The table has no quantised class of 64 or 256: those of half serve.
-        fits = [
-            dim
-            for of, dim in TABLE
-            if of == kind
-            and padded(s.head_dim) <= dim
-            and (kind != "quantised" or padded(s.head_dim) == dim)
-        ]
-        if fits:
-            return TABLE[kind, min(fits)]
-    raise ValueError(f"head_dim: got {s.head_dim}, want <= {max(dim for _, dim in TABLE)}")
+        return WIDE[kind]
+    # The table has no quantised class of 64 or 256: those of half serve.
+    if kind == "quantised" and (kind, width) not in TABLE:
+        kind = "half"
+    fits = [dim for of, dim in TABLE if of == kind and width <= dim]
+    if not fits:
+        raise ValueError(f"head_dim: got {s.head_dim}, want <= {max(dim for _, dim in TABLE)}")
+    return TABLE[kind, min(fits)]
+
+
+def _kind(s: Shape) -> str:
+    if s.itemsize == 4:
+        return "float32"
+    return "quantised" if s.stored < s.itemsize else "half"
 
 
 def pick(s: Shape, rows: int, memory: int) -> Tile:
@@ -335,38 +340,27 @@ def _launch(
 ) -> Launch:
     # Of two launches, the first splits keys, and the second serves the padding rows.
     split, padding = fewest == 0, most == UNBOUNDED
-    # Under a deterministic policy the tile follows from the model alone.
-    rows = UNBOUNDED if not split else s.group if deterministic else s.group * s.queries
-    if s.masked:
-        rows = min(rows, MASKED_ROWS)
-    tile = choice.tile if choice else pick(s, rows, memory)
-    if s.masked and tile.rows >= MASKED_ROWS:
-        tile = tile._replace(warps=8)
+    tile = _tile(s, _rows(s, deterministic, split), memory, choice)
     heads = min(s.group, tile.rows)
     block_q = tile.rows // heads
     each = max(1, -(-s.queries // block_q))
-    direct, searched = s.requests * each, s.tokens // block_q + s.requests + 1
+    direct = s.requests * each
+    searched = s.tokens // block_q + s.requests + 1
     across = s.kv_heads * -(-s.group // heads)
     keys = s.capacity if s.left < 0 else min(s.capacity, s.left + s.queries + tile.keys)
     splits, split_keys = 1, 0
     if deterministic:
-        split_keys = SPLIT_KEYS // 2 if s.head_dim > 256 and s.group <= 32 else SPLIT_KEYS
+        split_keys = _fixed_split(s)
         splits = max(1, -(-keys // split_keys))
     elif split:
         room = sms * max(1, min(BLOCKS_PER_SM, memory // shared_bytes(tile, s)))
-        least = LEAST_LATENTS if s.head_dim > 256 else LEAST_KEYS
-        splits = (
-            choice.splits
-            if choice and choice.splits
-            else _splits(direct * across, keys // least, room)
-        )
+        splits = (choice and choice.splits) or _splits(s, keys, direct * across, room)
     # A grid for the longest request is mostly empty in a ragged batch. Then each tile searches for
     # its request.
     ragged = direct > 2 * searched and splits == 1 and not deterministic
     pads = max(1, min(64, s.tokens // 64)) if padding and not ragged else 0
     tiles = searched if ragged else direct + pads
     blocks = across * ((tiles - pads) * splits + pads)
-    at_once = MANY_SPLITS if deterministic or splits > FEW_SPLITS else FEW_SPLITS
     overlap = choice is None or choice.overlap
     return Launch(
         tile,
@@ -380,16 +374,34 @@ def _launch(
         s.queries,
         fewest,
         most,
-        at_once,
         overlap,
     )
 
 
-def _splits(blocks: int, most: int, room: int) -> int:
-    """The best number of splits, at most `most`, of each of `blocks` programs, on a device with
+def _rows(s: Shape, deterministic: bool, split: bool) -> int:
+    if not split:
+        return UNBOUNDED
+    # Under a deterministic policy the tile follows from the model alone.
+    return s.group if deterministic else s.group * s.queries
+
+
+def _tile(s: Shape, rows: int, memory: int, choice: Choice | None) -> Tile:
+    if s.masked:
+        rows = min(rows, MASKED_ROWS)
+    tile = choice.tile if choice else pick(s, rows, memory)
+    return tile._replace(warps=8) if s.masked and tile.rows >= MASKED_ROWS else tile
+
+
+def _fixed_split(s: Shape) -> int:
+    return SPLIT_KEYS // 2 if s.head_dim > 256 and s.group <= 32 else SPLIT_KEYS
+
+
+def _splits(s: Shape, keys: int, blocks: int, room: int) -> int:
+    """The best number of splits of so many keys, in each of `blocks` programs, on a device with
     room for `room` programs at once."""
     if blocks == 0:
         return 1
+    most = keys // (LEAST_LATENTS if s.head_dim > 256 else LEAST_KEYS)
     if blocks <= room // 2:
         return max(1, min(room // blocks, most))
     # Slightly more programs than there is room for take two rounds. Shorter programs make the last

@@ -62,15 +62,16 @@ def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
             most, outs, size, gated, call.norm_weight is not None, gpu.multiprocessors, gpu.memory
         )
         block = tiles.block_of(most, tile)
-        described = tile.described and gpu.warpgroups and _describable(weight)
-        read = _descriptor(weight, tile.outs, tile.bytes // size) if described else weight
+        read: Any = weight
+        if tile.described and gpu.warpgroups:
+            read = _descriptor(weight, tile.outs, tile.bytes // size)
         strides = x.stride(0), weight.stride(0), res_t, res_n, *output.stride()
         args = (x, read, *vectors, rows, *numbers, *strides)
         given = {
             "BLOCK_T": block,
             "SPLIT": tile.split,
             "COMPUTE": computed_in(x),
-            "DESCRIBED": described,
+            "DESCRIBED": read is not weight,
         }
         kernel, blocks = device.few_rows, -(-rows // block)
     launch(
@@ -90,12 +91,13 @@ def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
     )
 
 
-def _describable(weight: Tensor) -> bool:
-    row = weight.stride(0) * weight.dtype.itemsize
-    return address(weight) % ALIGNED == 0 and row % ALIGNED == 0 and row > 0
-
-
 def _descriptor(weight: Tensor, rows: int, columns: int) -> Any:
-    """Made anew for every launch, from the address that the weight has now; a captured launch holds
-    its own copy, as it holds addresses."""
+    """The weight itself where its rows have other addresses than the accelerator takes.
+
+    Made anew for every launch, from the address that the weight has now; a captured launch holds
+    its own copy, as it holds addresses.
+    """
+    row = weight.stride(0) * weight.dtype.itemsize
+    if address(weight) % ALIGNED or row % ALIGNED or row <= 0:
+        return weight
     return TensorDescriptor(weight, [*weight.shape], [*weight.stride()], [rows, columns])
