@@ -141,6 +141,8 @@ class Graphed(Options):
             entry = self._entries.get(bucket) or self._captured(bucket, values)
             if entry is None:  # the budget dropped the bucket just now
                 return self(**values)
+            if self.graphs is not None:
+                self.graphs.follow()
             return self._replay(entry, values, tokens, requests)
 
     def capture(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> Report:
@@ -235,8 +237,6 @@ class Graphed(Options):
 
     def _replay(self, entry: Entry, values: Values, tokens: int, requests: int) -> Any:
         assert self._inputs is not None
-        if self.graphs is not None:
-            self.graphs.follow()
         due = self.check_every > 0 and (entry.replays + 1) % self.check_every == 0
         if due:
             self._check_lengths(values, self._inputs.width)

@@ -39,7 +39,7 @@ class Inputs:
 
     def __init__(self, options: Options, values: Values, watched: Mapping[str, Tensor]) -> None:
         """watched: further tensors that keep their addresses."""
-        self._name, self.width = options.batch, 0
+        self._name, self.width = options.batch or "", 0
         self._batch: PagedBatch | None = None
         self._pads_with_requests = options.buckets.padding == "null"
         self._tables: dict[str, _Rows] = {}
@@ -87,7 +87,7 @@ class Inputs:
             return {n: r.tensor[: count[r.by_token] + r.more] for n, r in buffers.items()}
 
         found = views(self._rows)
-        if self._batch is not None and self._name is not None:
+        if self._batch is not None:
             changed: Values = {"max_seqlen_q": bucket.queries, "padded": not self._null(bucket)}
             found[self._name] = replace(self._batch, **views(self._tables), **changed)
         return found
@@ -100,7 +100,8 @@ class Inputs:
             same = given.dtype is own.dtype and given.device == own.device
             if not same or given.shape[1:] != own.shape[1:]:
                 fail(StaleGraph, row, described(given, rows=True), described(own, rows=True))
-        if (ours := self._batch) is None or (name := self._name) is None:
+        ours, name = self._batch, self._name
+        if ours is None:
             return
         batch: PagedBatch = values[name]
         table, scratch = batch.page_table, batch.workspace
@@ -119,9 +120,8 @@ class Inputs:
 
         Raises InvalidInput.
         """
-        batch: PagedBatch | None = None if self._name is None else values[self._name]
-        if null := self._null(bucket):
-            self._check_null(batch, tokens, requests)
+        batch: PagedBatch | None = values.get(self._name)
+        null = self._null(bucket, batch, tokens, requests)
         pairs: list[tuple[Tensor, Tensor]] = []
         rows = [(n, r, values[n]) for n, r in self._rows.items()]
         rows += [(n, r, getattr(batch, n)) for n, r in self._tables.items()]
@@ -148,12 +148,6 @@ class Inputs:
                 pairs.append((ends, batch.cu_seqlens_q[-1:].expand_as(ends)))
         _copy_all(pairs)
 
-    def _check_null(self, batch: PagedBatch | None, tokens: int, requests: int) -> None:
-        """Raise InvalidInput for a batch with tokens of no request."""
-        if batch is not None and (batch.padded or tokens != requests):
-            want = "one token a request and padded=False, which padding='null' requires"
-            fail(InvalidInput, "batch", "tokens of no request", want)
-
     def clear(self, bucket: Bucket) -> None:
         """Make all rows padding rows, for warm-up and capture."""
         for r in self._buffers():
@@ -161,9 +155,18 @@ class Inputs:
         if self._tables:
             self._pad_requests(bucket, 0, 0, self._null(bucket))
 
-    def _null(self, bucket: Bucket) -> bool:
-        """Are padding rows requests of one token that reads the null page?"""
-        return bucket.kind == "decode" and self._pads_with_requests
+    def _null(
+        self, bucket: Bucket, batch: PagedBatch | None = None, tokens: int = 0, requests: int = 0
+    ) -> bool:
+        """Are padding rows requests of one token that reads the null page?
+
+        Raises InvalidInput if they are and the batch has tokens of no request.
+        """
+        null = bucket.kind == "decode" and self._pads_with_requests
+        if null and batch is not None and (batch.padded or tokens != requests):
+            want = "one token a request and padded=False, which padding='null' requires"
+            fail(InvalidInput, "batch", "tokens of no request", want)
+        return null
 
     def _pad_requests(self, bucket: Bucket, tokens: int, requests: int, null: bool) -> Tensor:
         """Set lengths and ends of the padding rows, which start at `requests`.

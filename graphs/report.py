@@ -78,7 +78,7 @@ class Report:
         """`whole` or `piecewise`, by kind of batch."""
         return {r.bucket.kind: r.mode for r in self.rows}
 
-    def __str__(self) -> str:
+    def _table(self) -> list[str]:
         cells: list[tuple[str, ...]] = [
             ("bucket", "mode", "graphs", "between", "MiB", "seconds", "replays")
         ]
@@ -99,7 +99,10 @@ class Report:
                 )
             )
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        out = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+
+    def __str__(self) -> str:
+        out = self._table()
         out += [
             f"{n} of {self.parts[kind]} pieces of {kind} steps differ and were compiled"
             for kind, n in self.compiled.items()

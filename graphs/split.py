@@ -123,9 +123,15 @@ def _views(node: fx.Node) -> bool:
     )
 
 
-def _calls_kernel(node: fx.Node) -> bool:
+def _kernel_call(node: fx.Node) -> tuple[Kernel | None, Any, Any]:
+    """The kernel that a node calls, if any, and the values of its arguments."""
     args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
     kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
+    return kernel, args, kwargs
+
+
+def _calls_kernel(node: fx.Node) -> bool:
+    kernel, *_ = _kernel_call(node)
     return kernel is not None and kernel.inline is None
 
 
@@ -211,8 +217,7 @@ def _cut(node: fx.Node, eager: Collection[str], begun: set[Any]) -> Cut | None:
     if node.op in ("placeholder", "output", "get_attr"):
         return None
     _name_overload(node)
-    args, kwargs = pytree.tree_map_only(fx.Node, value_of, (node.args, dict(node.kwargs)))
-    kernel = kernel_of(node.target, args, kwargs) if node.op == "call_function" else None
+    kernel, args, kwargs = _kernel_call(node)
     if kernel is not None:
         _build(kernel, args, kwargs, begun)
         if getattr(node.target, "_overloadname", "") == "default":
@@ -266,6 +271,10 @@ def _free(node: fx.Node) -> bool:
     return node.target in _FREE or isinstance(value_of(node), _NUMBERS)
 
 
+def _takes_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(value_of(node.args[0]), (tuple, list))
+
+
 def _partition(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, int]:
     """The part of every node. A node that launches no kernel joins the two calls around it, or else
     the part that needs it."""
@@ -280,7 +289,7 @@ def _partition(graph: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> dict[fx.Node, in
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is operator.getitem and isinstance(value_of(node.args[0]), (tuple, list)):
+        if _takes_item(node):
             # Only tensors cross between parts, because their addresses can be static; tuples do
             # not.
             if node.args[0] in where:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the suite of experts measures modules of transformers")
 
-from attnops.bench import Setup, choices, mixtures, op_suite, ops, training
+from attnops.bench import Setup, choices, cold, mixtures, op_suite, ops, training
 from attnops.bench.files import bad
 from attnops.bench.rows import with_direct
 from attnops.core.kernel import kernels_of
@@ -201,7 +201,7 @@ def measured():
     return [
         row
         for task in ops.product_at(TOY, Pool("cpu"), "a", PRODUCT)
-        for row in ops.cold_rows(TOY, task)
+        for row in cold.cold_rows(TOY, task)
     ]
 
 
@@ -220,9 +220,11 @@ def test_the_runs_of_a_cpu_are_small(small):
 
 
 def test_a_wrong_result_has_no_time(small, monkeypatch):
-    runner, changed = ops.runner, ops.changed
+    runner, changed = ops.runner, cold.changed
     monkeypatch.setattr(ops, "runner", lambda *a, **k: lambda: runner(*a, **k)() * 1.01)
-    monkeypatch.setattr(ops, "changed", lambda call, **more: changed(call, x=call.x * 1.01, **more))
+    monkeypatch.setattr(
+        cold, "changed", lambda call, **more: changed(call, x=call.x * 1.01, **more)
+    )
     experts, _ = ops.EXPERTS(TOY).values()
     for rows in (measured(), experts()):
         wrong = [str(row.get("wrong")) for row in rows if row["way"] == "aten"]
@@ -239,7 +241,7 @@ def test_what_the_timed_graph_leaves_is_compared(spoiled, monkeypatch):
                 step.call()
         return {name: {"median_us": 5.0} for name in steps}
 
-    monkeypatch.setattr(ops, "kernels_us", clock)
+    monkeypatch.setattr(cold, "kernels_us", clock)
     if spoiled:
         with pytest.raises(
             RuntimeError, match=r"a x1: the timed graph of aten left results that are off by inf"

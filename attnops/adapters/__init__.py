@@ -166,20 +166,21 @@ def _sites(model: nn.Module, kernel: str | None) -> list[Site]:
             named.append(
                 Site(path, module, "its code does not call torch's scaled_dot_product_attention")
             )
-    # A module around attention modules, or one that is a part of one, has their name and no
-    # attention of its own.
+    return [*found, *_apart(named, found)]
+
+
+def _apart(named: list[Site], found: list[Site]) -> list[Site]:
+    """Those of `named` that may have attention of their own: a module around attention modules, or
+    one that is a part of one, has but their name."""
     alone = [
         n
         for n in named
         if not any(_within(n.path, f.path) or _within(f.path, n.path) for f in found)
     ]
     return [
-        *found,
-        *(
-            n
-            for n in alone
-            if not any(n is not other and _within(other.path, n.path) for other in alone)
-        ),
+        n
+        for n in alone
+        if not any(n is not other and _within(other.path, n.path) for other in alone)
     ]
 
 

@@ -65,30 +65,32 @@ def _calls(function: Callable[..., Any], packages: set[str]) -> bool:
 def _named(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
     """The globals that a code reads, the attributes of modules among them, and
     `scaled_dot_product_attention` of local names but `self`."""
-    # the object that the last instruction read, or the name of a local variable, which may be a
-    # module too
-    before: Any = None
+    read: Any = None
     for step in dis.get_instructions(code):
-        name, read = step.argval, None
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            read = names.get(name)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(before, ModuleType):
-            read = getattr(before, name, None)
-        elif (
-            step.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            and isinstance(before, str)
-            and before != "self"
-        ):
-            read = TORCHS if name == NAME else before
-        elif (
-            step.opname == "IMPORT_FROM" and name == NAME and "torch.nn.functional" in code.co_names
-        ):
-            read = TORCHS
-        elif step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
-            read = name[-1] if isinstance(name, tuple) else name
+        read = _read(step, read, names)
+        if step.opname == "IMPORT_FROM" and "torch.nn.functional" not in code.co_names:
+            read = None
         if read is not None and not isinstance(read, str):
             yield read
-        before = read
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _named(constant, names)
+
+
+def _read(step: dis.Instruction, before: Any, names: Mapping[str, Any]) -> Any:
+    """The object that an instruction reads, or the name of a local variable, which may be a module,
+    too. before: what the last one read."""
+    name = step.argval
+    if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return names.get(name)
+    if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+        return name[-1] if isinstance(name, tuple) else name
+    if step.opname == "IMPORT_FROM":
+        return TORCHS if name == NAME else None
+    if step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+        return None
+    if isinstance(before, ModuleType):
+        return getattr(before, name, None)
+    if not isinstance(before, str) or before == "self":
+        return None
+    return TORCHS if name == NAME else before

@@ -144,10 +144,10 @@ def _why_refused(
         if not known or not 2 <= mask.dim() <= 4:
             return f"a mask {list(mask.shape)} of {mask.dtype} beside a query of {query.dtype}"
     heads, kv_heads = query.shape[1], key.shape[1]
-    divides = enable_gqa and kv_heads > 0 and heads % kv_heads == 0
+    group = heads // max(kv_heads, 1) if enable_gqa else 1
     dtypes = query.dtype == key.dtype == value.dtype
     sizes = query.shape[0] == key.shape[0] and 0 < query.shape[3] == key.shape[3]
-    served = dtypes and sizes and (heads == kv_heads or divides)
+    served = dtypes and sizes and heads == kv_heads * group
     if served and key.shape[:3] == value.shape[:3]:
         return ""
     return _described(query, key, value)

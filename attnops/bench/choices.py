@@ -117,6 +117,28 @@ class Held(NamedTuple):
         )
 
 
+def _shape(family: str, kind: str, rng: random.Random) -> Problem:
+    if family == "mla":
+        heads = rng.choice((16, 16, 32, 64, 128, 128))
+        return altered(MLA, q_heads=heads, page_size=rng.choice((64, 64, 64, 16)))
+    (q_heads, kv_heads), dim = rng.choice(HEADS), rng.choice((128, 128, 128, 64))
+    shape = altered(
+        FAMILIES[family],
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        v_head_dim=dim,
+        causal=kind != "both sides",
+    )
+    if kind.startswith("padded"):
+        return altered(shape, kv_range=True, sizes_equal=False)
+    if family == "packed" and rng.random() < 0.2:
+        return altered(shape, q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
+    if shape.page_size:
+        return altered(shape, page_size=rng.choice((16, 16, 64, 64, 32, 128, 1)))
+    return shape
+
+
 def _drawn(at: int, rng: random.Random) -> Held:
     family = tuple(FAMILIES)[at % len(FAMILIES)]
 
@@ -138,28 +160,7 @@ def _drawn(at: int, rng: random.Random) -> Held:
         if family == "dense"
         else family
     )
-    if family == "mla":
-        shape = altered(
-            MLA,
-            q_heads=rng.choice((16, 16, 32, 64, 128, 128)),
-            page_size=rng.choice((64, 64, 64, 16)),
-        )
-    else:
-        (q_heads, kv_heads), dim = rng.choice(HEADS), rng.choice((128, 128, 128, 64))
-        shape = altered(
-            FAMILIES[family],
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            head_dim=dim,
-            v_head_dim=dim,
-            causal=kind != "both sides",
-        )
-    if kind.startswith("padded"):
-        shape = altered(shape, kv_range=True, sizes_equal=False)
-    elif family == "packed" and rng.random() < 0.2:
-        shape = altered(shape, q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
-    elif shape.page_size and not shape.rope_dim:
-        shape = altered(shape, page_size=rng.choice((16, 16, 64, 64, 32, 128, 1)))
+    shape = _shape(family, kind, rng)
     batch = log(1, BATCHES.get(kind, 16))
     if most := DECODES.get(kind):
         return Held(family, decoding(shape), (1,) * batch, ragged(log(200, most), 0.3))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnops.bench import Setup
-from attnops.bench.ops import LESS, Task
+from attnops.bench.cold import LESS, Task
 from attnops.hf.models.experts import Gate, biases_of, gate_of, weights_of
 from attnops.ops import OPS
 from attnops.ops.experts.bench_points import Mixture

@@ -88,23 +88,10 @@ def time_if_right(
     own: ways that must run: an error of one of these makes it wrong.
     """
     rows: dict[str, Row] = {name: {"case": case, "way": name} for name in ways}
-    made: dict[str, Way] = {}
     right: dict[str, Way] = {}
     with torch.no_grad():
-        for (
-            name,
-            make,
-        ) in (
-            ways.items()
-        ):  # all of them first: a patch may move the weights that graphs would have captured
-            try:
-                if (way := make if isinstance(make, Way) else make()) is None:
-                    del rows[name]
-                else:
-                    made[name] = way
-            except Exception as failure:  # the other ways go on
-                rows[name]["wrong"] = WRONG * (name in own) + one_line(failure)
-        for name, way in made.items():
+        # All of them first: a patch may move the weights that graphs would have captured.
+        for name, way in _made(ways, rows, own).items():
             try:
                 error = distance(way.computed(), want)
             except Exception as failure:
@@ -126,6 +113,24 @@ def time_if_right(
         for name, us in clock({name: way.timed for name, way in right.items()}).items():
             rows[name] |= {**us, **more(us["median_us"], right[name])}
     return list(rows.values())
+
+
+def _made(
+    ways: Mapping[str, Way | Make], rows: dict[str, Row], own: Collection[str]
+) -> dict[str, Way]:
+    """The ways that answer the call. Others lose their row, or it says why there is none."""
+    made: dict[str, Way] = {}
+    for name, make in ways.items():
+        try:
+            way = make if isinstance(make, Way) else make()
+        except Exception as failure:  # the other ways go on
+            rows[name]["wrong"] = WRONG * (name in own) + one_line(failure)
+            continue
+        if way is None:
+            del rows[name]
+        else:
+            made[name] = way
+    return made
 
 
 def _digits(x: float) -> float:

@@ -165,6 +165,7 @@ Outcome = dict[str, Any]
 from now on."""
 
 Order = Iterator[tuple[Suite, str]]
+Put = Callable[[Suite, str, Outcome], None]
 
 
 def run(
@@ -186,24 +187,12 @@ def run(
     there = torch.cuda.device_count() if setup.on_gpu else 1
     if not 1 <= gpus <= there:
         raise InvalidInput("gpus", gpus, f"1 to {there}, those that torch finds")
-    done: dict[str, dict[str, Outcome]] = {}
-    for suite in suites:
-        try:
-            done[suite.name] = {case: {} for case in suite.cases(setup)}
-        except InvalidInput:
-            raise
-        except Exception as error:  # the other suites go on
-            done[suite.name] = {suite.name: {"failed": one_line(error)}}
+    done = {suite.name: outcomes_before(suite, setup) for suite in suites}
     cases = {
         name: [case for case, outcome in some.items() if not outcome] for name, some in done.items()
     }
     if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInput(
-                "out", f"{out} ({type(error).__name__})", "a folder, or where one may be made"
-            ) from None
+        make_folder(out)
     tell("ceilings")
     setup = replace(setup, ceilings=ceilings(setup.device, setup.dtype, setup.quick))
     if setup.on_gpu:
@@ -239,6 +228,26 @@ def run(
     return {suite.name: save(suite, missing) for suite in suites}
 
 
+def make_folder(out: Path) -> None:
+    """Raises InvalidInput where none may be made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            "out", f"{out} ({type(error).__name__})", "a folder, or where one may be made"
+        ) from None
+
+
+def outcomes_before(suite: Suite, setup: Setup) -> dict[str, Outcome]:
+    """By case an empty one; of a suite that lists no cases, why it failed. Raises InvalidInput."""
+    try:
+        return {case: {} for case in suite.cases(setup)}
+    except InvalidInput:
+        raise
+    except Exception as error:  # the other suites go on
+        return {suite.name: {"failed": one_line(error)}}
+
+
 def in_order(suites: Sequence[Suite], cases: Mapping[str, Iterable[str]], budget_s: float) -> Order:
     """The cases to start next, until the budget is spent: those in their suite's share of the rest,
     then those that were left."""
@@ -252,26 +261,14 @@ def in_order(suites: Sequence[Suite], cases: Mapping[str, Iterable[str]], budget
                 yield suite, names.pop(0)
 
 
-def measure(
-    order: Order,
-    setup: Setup,
-    gpus: int,
-    put: Callable[[Suite, str, Outcome], None],
-    tell: Callable[[str], None],
-) -> bool:
+def measure(order: Order, setup: Setup, gpus: int, put: Put, tell: Callable[[str], None]) -> bool:
     """Measure in this process, or in a worker process for each of several GPUs. One that is lost,
     or whose device is, gets no further case.
 
     Returns False if one was lost.
     """
     if gpus == 1:
-        for suite, case in order:
-            tell(f"{suite.name}: {case}")
-            put(suite, case, outcome := outcome_of(suite, case, setup))
-            if outcome.get("lost"):
-                return False
-        cases_of.cache_clear()
-        return True
+        return measure_here(order, setup, put, tell)
     context = get_context("spawn")
     workers = [
         ProcessPoolExecutor(1, context, _start_worker, (at, setup.on_gpu)) for at in range(gpus)
@@ -303,6 +300,17 @@ def measure(
     finally:
         for worker in workers:
             worker.shutdown(wait=False, cancel_futures=True)
+
+
+def measure_here(order: Order, setup: Setup, put: Put, tell: Callable[[str], None]) -> bool:
+    """As `measure`, in this process."""
+    for suite, case in order:
+        tell(f"{suite.name}: {case}")
+        put(suite, case, outcome := outcome_of(suite, case, setup))
+        if outcome.get("lost"):
+            return False
+    cases_of.cache_clear()
+    return True
 
 
 def _start_worker(gpu: int, on_gpu: bool) -> None:

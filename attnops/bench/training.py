@@ -127,19 +127,22 @@ def step(attend: Attend, call: Call, grad: Tensor, more: Row | None = None) -> W
     return Way(Timed(run), more=more or {})
 
 
+def leaves(call: Call, dtype: torch.dtype) -> dict[str, Any]:
+    """Copies of what is trained, tokens first, whose `grad` sums what each part adds."""
+    given = {n: call.arguments[n] for n in TRAINED if n in call.arguments}
+    return {
+        n: (x if n in SHARED else x.flatten(0, -3)).to(dtype, copy=True).requires_grad_()
+        for n, x in given.items()
+    }
+
+
 @torch.enable_grad()
 def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a causal call in float32 (in float64 of a float32 call), with the logits of
     at most ROWS queries in memory."""
     a = call.arguments
     wide = torch.float64 if grad.dtype == torch.float32 else torch.float32
-    given: dict[str, Any] = {
-        n: (a[n] if n in SHARED else a[n].flatten(0, -3)).to(wide, copy=True)
-        for n in TRAINED
-        if n in a
-    }
-    for x in given.values():
-        x.requires_grad_()  # and x.grad sums what each part adds
+    given = leaves(call, wide)
     c, [query] = call.record, call.spec.roles["queries"]
     ends = (
         c.cu_seqlens_q.tolist() if packed(c) else range(0, len(given[query]) + 1, c.query.shape[1])
@@ -149,14 +152,11 @@ def exact(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
         for first in range(start, end, ROWS):
             last = min(first + ROWS, end)
             low = max(start, first - left) if left >= 0 else start
-            part = {
-                n: x if n in SHARED else x[None, first:last] if n == query else x[None, low:last]
-                for n, x in given.items()
-            }
+            part = {n: x if n in SHARED else x[None, low:last] for n, x in given.items()}
+            part[query] = given[query][None, first:last]
             if "mask" in part:
-                part["mask"] = part["mask"][
-                    ..., first - start : last - start, low - start : last - start
-                ]
+                queries, keys = slice(first - start, last - start), slice(low - start, last - start)
+                part["mask"] = part["mask"][..., queries, keys]
             output, _ = reference.attention(Attention(**part, **rules))
             output[0].backward(flat[first:last].to(wide))
     return tuple(x.grad.view(a[n].shape) for n, x in given.items())

@@ -299,6 +299,15 @@ class Pages:
         self._ledger.commit(change)
         return change[0].request
 
+    def _copy_pages(self, number: int, pairs: Tensor) -> None:
+        """Copy pages in all layers of a page table. pairs: from, to, from, to ..."""
+        slots = pairs.view(-1, 2, 1) * self.page_size
+        slots = slots + torch.arange(self.page_size, device=pairs.device)
+        source, target = (each.flatten() for each in slots.unbind(1))
+        for owner, (keys, *values) in self._allocations:
+            if owner == number:
+                copy_kv(keys, values[0] if values else None, source, target)
+
     def _write(self, change: Change, undo: bool = False) -> None:
         """Let the tensors follow `change`, which the ledger has yet to commit. Copies go to free
         pages, so an undo leaves them."""
@@ -310,14 +319,7 @@ class Pages:
         # then as they were.
         for number, pairs in enumerate(pieces[tables : 2 * tables]):
             if pairs.numel():
-                slots = pairs.view(-1, 2, 1) * self.page_size + torch.arange(
-                    self.page_size, device=pairs.device
-                )
-                source, target = (each.flatten() for each in slots.unbind(1))
-                for keys, *values in (
-                    pages for owner, pages in self._allocations if owner == number
-                ):
-                    copy_kv(keys, values[0] if values else None, source, target)
+                self._copy_pages(number, pairs)
         for table, cells in zip(self.tables, pieces, strict=False):
             row, column, page = cells.view(-1, 3).unbind(1)
             table[row, column] = page.int()

@@ -11,7 +11,7 @@ from rich.markup import escape
 from attnops.bench import Setup
 from attnops.bench.files import Report, compare, read
 from attnops.bench.rows import further
-from attnops.bench.run import named, run as run_suites
+from attnops.bench.run import Suite, named, run as run_suites
 from attnops.cli.tables import Data, new_table
 from attnops.configs import quiet_transformers
 from attnops.core.errors import InvalidInput
@@ -39,19 +39,8 @@ def run(
     if setup.layers < 0:
         raise InvalidInput("layers", setup.layers, ">= 1, or 0 for those of the suite")
     chosen = named(suites)
-    names = [suite.name for suite in chosen]
-    if (setup.model or setup.layers or setup.points) and not any(suite.models for suite in chosen):
-        raise InvalidInput(
-            "suites",
-            ", ".join(names),
-            "one that measures models, for --model, --layers and --points",
-        )
-    if setup.ways and not {"generate", "decode", "prefill", "training_steps"} & {*names}:
-        raise InvalidInput(
-            "suites", ", ".join(names), "generate, decode, prefill or training_steps, for --ways"
-        )
-    if setup.engines and not {"generate", "decode"} & {*names}:
-        raise InvalidInput("suites", ", ".join(names), "generate or decode, for --engine")
+    if lacking := unmet(setup, chosen):
+        raise InvalidInput("suites", ", ".join(suite.name for suite in chosen), lacking)
     with console.status("measuring") as status, quiet_transformers():
         reports = run_suites(
             chosen,
@@ -70,6 +59,18 @@ def run(
             soft_wrap=True,
         )
     return reports
+
+
+def unmet(setup: Setup, suites: tuple[Suite, ...]) -> str:
+    """The suites that options ask for and that none of these is; "" is none."""
+    names = {suite.name for suite in suites}
+    if (setup.model or setup.layers or setup.points) and not any(suite.models for suite in suites):
+        return "one that measures models, for --model, --layers and --points"
+    if setup.ways and not names & {"generate", "decode", "prefill", "training_steps"}:
+        return "generate, decode, prefill or training_steps, for --ways"
+    if setup.engines and not names & {"generate", "decode"}:
+        return "generate or decode, for --engine"
+    return ""
 
 
 def show(report: Report, console: Console) -> None:

@@ -118,15 +118,10 @@ def measured_times(target: Target) -> Data:
     if (table := found.table) is None:
         return out
     ops = sorted({g.kind.op for g in table.grids})
-    usable = {
-        f"{k.op}.{k.name}": k
-        for op in ops
-        for k in kernels_of(op).values()
-        if not k.fused and not why_not(k, target)
-    }
-    changed = {
-        n: k for n, k in usable.items() if n in table.versions and not table.speaks_for(k, target)
-    }
+    usable = _usable(ops, target)
+    timed = table.versions.keys()
+    changed = {n: k for n, k in usable.items() if n in timed and not table.speaks_for(k, target)}
+    known = timed | table.sibling.versions.keys() if table.sibling else timed
     return out | {
         "gpu": table.gpu,
         "scaled_from": table.source,
@@ -137,11 +132,17 @@ def measured_times(target: Target) -> Data:
         "other_versions": {
             n: {"timed": table.versions[n], "here": version_of(k)} for n, k in changed.items()
         },
-        "unmeasured": [
-            n
-            for n in usable
-            if n not in table.versions and not (table.sibling and n in table.sibling.versions)
-        ],
+        "unmeasured": [n for n in usable if n not in known],
+    }
+
+
+def _usable(ops: list[str], target: Target) -> dict[str, Kernel]:
+    """The kernels of these ops that a table may time, as `op.kernel`."""
+    return {
+        f"{k.op}.{k.name}": k
+        for op in ops
+        for k in kernels_of(op).values()
+        if not k.fused and not why_not(k, target)
     }
 
 

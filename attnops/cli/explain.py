@@ -71,9 +71,7 @@ def explain_model(
         raise InvalidInput("cache", repr(cache), " | ".join(CACHES))
     if op and op not in OPS:
         raise InvalidInput("op", repr(op), " | ".join(sorted(OPS)))
-    for field, value in (("batch", batch), ("tokens", tokens)):
-        if value is not None and value < 1:
-            raise InvalidInput(field, value, ">= 1")
+    _check_counts(batch=batch, tokens=tokens)
     if target:
         Target.parse(target)
     elif assume is not None:
@@ -82,23 +80,28 @@ def explain_model(
         )
     with configs.quiet_transformers():
         config = configs.config_of(model)
-        options: dict[str, Any] = {
-            "target": target,
-            "assume": assume,
-            "batch": batch,
-            "tokens": tokens,
-            "cache": cache,
-        }
-        found = explain_config(config, dtype=configs.dtype_of(dtype), **options)
+        found = explain_config(
+            config,
+            dtype=configs.dtype_of(dtype),
+            target=target,
+            assume=assume,
+            batch=batch,
+            tokens=tokens,
+            cache=cache,
+        )
     shown = {p: e for p, e in found.items() if phase in (p, "both")}
-    return (
-        {
-            p: replace(e, sites=tuple(s for s in e.sites if s.decision.problem.op == op))
-            for p, e in shown.items()
-        }
-        if op
-        else shown
-    )
+    if not op:
+        return shown
+    return {
+        p: replace(e, sites=tuple(s for s in e.sites if s.decision.problem.op == op))
+        for p, e in shown.items()
+    }
+
+
+def _check_counts(**given: int | None) -> None:
+    for field, value in given.items():
+        if value is not None and value < 1:
+            raise InvalidInput(field, value, ">= 1")
 
 
 def explain_config(
@@ -112,61 +115,78 @@ def explain_config(
     cache: str = "hf",
 ) -> dict[str, Explanation]:
     """As `explain_model`, of a transformers config: both phases, with a cache of `tokens + 1`."""
-    from transformers import StaticCache
-
-    from attnops.hf import patch
-    from attnops.hf.cache.names import argument
-
-    mode = FakeTensorMode()
     here = torch.device("cuda" if not target and torch.cuda.is_available() else "cpu")
     named = (
         Target.parse(target, packages_of_kernels() if assume is None else assume)
         if target
         else None
     )
-    # On a GPU, patch passes lengths to kernels, on a CPU a mask. A torch built without CUDA has no
-    # fake CUDA tensors, so the fake weights of a named GPU are CPU tensors and patch needs the
-    # option.
-    mask: Any = "compact" if named is not None and named.on_gpu else "auto"
-    found = {}
     tokens = tokens_of(config) if tokens is None else tokens
+    paged = cache == "paged"
     try:
-        with mode, here, torch.no_grad():
-            model = configs.build_fake(config, dtype)
-            handle = patch(model, mask=mask, cache="paged" if cache == "paged" else "hf")
-            kept: Any
-            if cache == "paged":
-                with pretend(
-                    named
-                ):  # the page size and the workspace are those of the target's kernels
-                    kept = handle.new_cache(batch, tokens + 1)
-            else:
-                kept = StaticCache(config=model.config, max_cache_len=tokens + 1)
-            for phase, length in zip(PHASES, (tokens, 1), strict=True):
-                given: dict[str, Any] = {
-                    "input_ids": torch.zeros((batch, length), dtype=torch.int64),
-                    **argument(model, kept),
-                }
-                found[phase] = explain(model, **given, use_cache=True, target=named, quiet=True)
+        found = _by_phase(config, dtype, here, named, batch, tokens, paged)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error
     except AttnopsError:
         raise
     except Exception as error:  # a model raises any error for the sizes of an unknown config
-        if tokens >= (positions := _positions(config) or tokens + 1):
-            want = (
-                f"at most {positions - 1}: the model has {positions} positions, and decode "
-                "takes one more"
-            )
-            raise InvalidInput("tokens", f"{tokens} ({one_line(error)})", want) from error
-        got = f"{type(config).__name__} ({one_line(error)})"
-        raise InvalidInput("model", got, "a config that transformers can build and run") from error
-    if cache == "paged":
+        raise _unfit(config, tokens, error) from error
+    if paged:
         linears = linear_sites(
             config.get_text_config(decoder=True), dtype, batch, named or Target.of(here)
         )
         found["decode"] = replace(found["decode"], sites=(*found["decode"].sites, *linears))
     return found
+
+
+def _by_phase(
+    config: Any,
+    dtype: torch.dtype,
+    here: torch.device,
+    target: Target | None,
+    batch: int,
+    tokens: int,
+    paged: bool,
+) -> dict[str, Explanation]:
+    from transformers import StaticCache
+
+    from attnops.hf import patch
+    from attnops.hf.cache.names import argument
+
+    # On a GPU, patch passes lengths to kernels, on a CPU a mask. A torch built without CUDA has no
+    # fake CUDA tensors, so the fake weights of a named GPU are CPU tensors and patch needs the
+    # option.
+    mask: Any = "compact" if target is not None and target.on_gpu else "auto"
+    found = {}
+    with FakeTensorMode(), here, torch.no_grad():
+        model = configs.build_fake(config, dtype)
+        handle = patch(model, mask=mask, cache="paged" if paged else "hf")
+        kept: Any
+        if paged:
+            # The page size and the workspace are those of the target's kernels.
+            with pretend(target):
+                kept = handle.new_cache(batch, tokens + 1)
+        else:
+            kept = StaticCache(config=model.config, max_cache_len=tokens + 1)
+        for phase, length in zip(PHASES, (tokens, 1), strict=True):
+            given: dict[str, Any] = {
+                "input_ids": torch.zeros((batch, length), dtype=torch.int64),
+                **argument(model, kept),
+            }
+            found[phase] = explain(model, **given, use_cache=True, target=target, quiet=True)
+    return found
+
+
+def _unfit(config: Any, tokens: int, error: Exception) -> InvalidInput:
+    """The error of a config that cannot run, or not with so many tokens."""
+    positions = _positions(config)
+    if positions is None or tokens < positions:
+        got = f"{type(config).__name__} ({one_line(error)})"
+        return InvalidInput("model", got, "a config that transformers can build and run")
+    want = (
+        f"at most {positions - 1}: the model has {positions} positions, and decode takes one more"
+    )
+    return InvalidInput("tokens", f"{tokens} ({one_line(error)})", want)
 
 
 def tokens_of(config: Any) -> int:

@@ -43,20 +43,17 @@ def run(
     """
     if unknown := set(kernels) - set(kernel_names()):
         raise InvalidInput("kernels", ", ".join(sorted(unknown)), " | ".join(kernel_names()))
-    for field, seconds in (("budget_s", budget_s), ("first_calls_s", first_calls_s)):
-        if not 0 < seconds < inf:
-            raise InvalidInput(field, seconds, "a finite number > 0 of seconds")
+    check_seconds(budget_s=budget_s, first_calls_s=first_calls_s)
     if output is not None:
         check_place(output)
-    on_gpu = (device := device_of("")).type == "cuda"
+    device = device_of("")
+    on_gpu = device.type == "cuda"
     grid = grid or ("full" if on_gpu else "cpu")
     sweeps, path = sweeps_of(grid, ops), output or path_for(gpu_name(device))
     stopwatch = Stopwatch(clock_for(device), first_calls_s, kernels)
-    if on_gpu and (compiled := tuple(n for n in COMPILED if not kernels or n in kernels)):
+    if on_gpu:
         with console.status("compiling ahead"):
-            compile_ahead(
-                grid, device, ops, compiled, max((os.cpu_count() or 2) - 2, 1), limit_s=40.0
-            )
+            compile_some(grid, device, ops, kernels)
     others = without(table_before(device, output), ops) if ops else None
     rates = ceilings(device, torch.bfloat16 if on_gpu else torch.float32, quick=not on_gpu)
 
@@ -84,6 +81,22 @@ def run(
         for g in table.grids
     ]
     return {"path": str(path), "gpu": table.gpu, "digest": digest, **vars(report), "grids": grids}
+
+
+def check_seconds(**given: float) -> None:
+    """Raise InvalidInput unless all are finite numbers > 0."""
+    for field, seconds in given.items():
+        if not 0 < seconds < inf:
+            raise InvalidInput(field, seconds, "a finite number > 0 of seconds")
+
+
+def compile_some(
+    grid: str, device: torch.device, ops: tuple[str, ...], kernels: tuple[str, ...]
+) -> None:
+    """Compile the kernels of these names whose compiler is slow; () is all."""
+    workers = max((os.cpu_count() or 2) - 2, 1)
+    if compiled := tuple(n for n in COMPILED if not kernels or n in kernels):
+        compile_ahead(grid, device, ops, compiled, workers, limit_s=40.0)
 
 
 def table_before(device: torch.device, output: Path | None) -> Table | None:

@@ -67,18 +67,22 @@ def check_number(a: Arg, value: Any) -> None:
         fail(InvalidInput, a.name, "nothing", f"a value of type {a.kind}")
     if not isinstance(value, kinds):
         fail(InvalidInput, a.name, repr(value), f"a value of type {a.kind}")
-    bound = "" if a.least is None else f" >= {a.least:g}"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        got = f"an int of {value.bit_length()} bits"
-        fail(InvalidInput, a.name, got, f"a number{bound} that fits into 64 bits")
-    if isinstance(value, float) and not isfinite(value):
-        fail(InvalidInput, a.name, value, f"a finite number{bound}")
+    _check_extent(a, value)
     if a.least is not None:
         need(value >= a.least, a.name, value, f">= {a.least:g}")
     if a.most is not None:
         need(value <= a.most, a.name, value, f"<= {a.most}")
     if a.choices and value not in a.choices:
         fail(InvalidInput, a.name, repr(value), " | ".join(c or '""' for c in a.choices))
+
+
+def _check_extent(a: Arg, value: Any) -> None:
+    bound = "" if a.least is None else f" >= {a.least:g}"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        got = f"an int of {value.bit_length()} bits"
+        fail(InvalidInput, a.name, got, f"a number{bound} that fits into 64 bits")
+    if isinstance(value, float) and not isfinite(value):
+        fail(InvalidInput, a.name, value, f"a finite number{bound}")
 
 
 def check_written(field: str, value: Tensor) -> None:

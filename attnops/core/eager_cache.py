@@ -170,14 +170,15 @@ def _guards(places: list[tuple[int, Tensor]], grown: Growth | None) -> Any:
         given["dynamic_dims_sizes"] = [
             [None if grows.get(i) == d else n for d, n in enumerate(t.shape)] for i, t in places
         ]
-        given["dynamic_dims_strides"] = [
-            [None if i in grows and d < t.dim() - 1 else n for d, n in enumerate(t.stride())]
-            for i, t in places
-        ]
+        given["dynamic_dims_strides"] = [_strides(t, i in grows) for i, t in places]
     tensors = [t for _, t in places]
     guards = (TensorGuards or Likeness)(*tensors, **given)
     repeats = len({*map(id, tensors)}) < len(tensors)
     return guards if repeats or guards.check(*tensors) else Likeness(*tensors, **given)
+
+
+def _strides(t: Tensor, grows: bool) -> list[int | None]:
+    return [None if grows and d < t.dim() - 1 else n for d, n in enumerate(t.stride())]
 
 
 class Eager:
@@ -224,12 +225,17 @@ class Eager:
                 return self(call, True)
         if not (is_dynamo_compiling() or overheard()):
             if is_grad_enabled() and (fields := grad_fields(call)):
-                if self.autograd is None and not self.once:
-                    fail(NoGradient, self.name, fields)
-                if self.autograd is not None and self.plain(call):
+                if self.autograd is None:
+                    if not self.once:
+                        fail(NoGradient, self.name, fields)
+                elif self.plain(call):
                     return self.autograd(self.run, call)
             elif (run := self.find(call)) is not None:
                 return run(call)
+        return self.through_dispatcher(call, off)
+
+    def through_dispatcher(self, call: Any, off: bool) -> Any:
+        """As `self(call, off)`, for a call that no kernel is handed as it is."""
         plain_only(self.names, call)  # others would be asked what the op shall do
         if is_onnx():
             return self.in_torchs_ops(call)

@@ -408,13 +408,12 @@ def within(version: str, at_least: str, below: str) -> bool:
     given, least, bound = parse(version), parse(at_least), parse(below)
     if given is None:
         return not at_least and not below
-    if at_least and least is None:
-        return False
+    above = not at_least if least is None else given >= least
     if bound is None or given >= bound:
-        return not below and (least is None or given >= least)
+        return not below and above
     # A pre-release of 1.0 is not below 1.0, though it came before it; below 1.0.post1 it is.
     final = not bound.is_prerelease and not bound.is_postrelease
     before = (
         given.is_prerelease and final and Version(given.base_version) == Version(bound.base_version)
     )
-    return not before and (least is None or given >= least)
+    return not before and above

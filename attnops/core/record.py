@@ -198,7 +198,6 @@ def record(
     least: Mapping[str, str] | None = None,
     rules: Callable[[Any, Sizes], None] | None = None,
     problem: Mapping[str, str] | None = None,
-    stored: str = "",
     facts: Callable[[Any, Sizes], Mapping[str, Any]] | Mapping[str, Any] | None = None,
     grows: str = "",
     keywords: str = "",
@@ -208,6 +207,8 @@ def record(
     """Make a record of a class whose annotations, inherited ones first, are the op's arguments;
     `_: KW_ONLY` begins those given by name.
 
+    problem: fields of its Problem: sizes as code over the names in the layouts, and `kv_dtype` as
+    the argument that has it (`Spec.measures`, `Spec.stored`).
     keywords: the names of the keyword-only arguments in the schema's order, where that is another.
     `policy` comes last, but for arguments that are written. See `Spec` for the others. A record is
     stored as a tuple, which takes half a microsecond to build with 23 fields. Raises
@@ -215,14 +216,7 @@ def record(
     """
 
     def make(cls: type[C]) -> type[C]:
-        found: dict[str, Arg] = {}
-        for part in reversed(cls.__mro__[:-1]):
-            keyword = False
-            for field_name, kind in get_annotations(part).items():
-                keyword |= field_name == "_"
-                if field_name not in ("_", "spec"):
-                    given = getattr(cls, field_name, REQUIRED)
-                    found[field_name] = _argument(op, field_name, kind, given, keyword)
+        found = _arguments(op, cls)
         policy = found.pop("policy")
         args = [a for a in found.values() if not a.keyword]
         named = [found[name] for name in keywords.split()] or [
@@ -231,15 +225,15 @@ def record(
         place = next((i for i, a in enumerate(named) if a.written), len(named))
         args += [*named[:place], policy, *named[place:]]
         base = namedtuple(cls.__name__, [a.name for a in args], defaults=[a.default for a in args])  # type: ignore[misc]
-        measures = _measures(args, problem or {})
+        fields = problem or {}
         spec = Spec(
             op,
             tuple(args),
             results,
             least or {},
             rules,
-            measures,
-            stored,
+            _measures(args, fields),
+            fields.get("kv_dtype", ""),
             facts,
             grows,
             sums,
@@ -258,6 +252,19 @@ def record(
         return cast(type[C], type(cls.__name__, (base, Call), members))
 
     return make
+
+
+def _arguments(op: str, cls: type) -> dict[str, Arg]:
+    """By name, inherited ones first."""
+    found: dict[str, Arg] = {}
+    for part in reversed(cls.__mro__[:-1]):
+        keyword = False
+        for field_name, kind in get_annotations(part).items():
+            keyword |= field_name == "_"
+            if field_name not in ("_", "spec"):
+                given = getattr(cls, field_name, REQUIRED)
+                found[field_name] = _argument(op, field_name, kind, given, keyword)
+    return found
 
 
 def _argument(op: str, name: str, kind: str, given: Any, keyword: bool) -> Arg:
@@ -371,10 +378,9 @@ def schema(spec: Spec) -> str:
 def check(call: Call) -> Sizes:
     """The sizes of a call by name. Raises InvalidInput on the first argument that breaks the
     contract; looks at no data."""
-    sizes, owners = Sizes(), dict[str, str]()
+    sizes = Sizes()
     device = None
-    given: list[tuple[Arg, Any]] = [*zip(call.spec.args, values(call), strict=True)]
-    for a, value in given:
+    for a, value in zip(call.spec.args, values(call), strict=True):
         _check_kind(a, value)
         if not a.tensor:
             sizes[a.name] = value
@@ -388,14 +394,7 @@ def check(call: Call) -> Sizes:
                     value.device,
                     f"{device}, as the first argument",
                 )
-    # Names before expressions, which may speak of ints and tensors that come later.
-    for named in (True, False):
-        for a, value in given:
-            if value is None:
-                continue
-            for i, size in enumerate(a.layout):
-                if bool(size.options) is not named and size.text != "...":
-                    _check_size(f"{a.name}.shape[{i}]", value.shape[i], size, sizes, owners)
+    _check_sizes(call, sizes)
     for letter, want in call.spec.least.items():
         need(sizes[letter] >= int(want.split()[1]), place(call.spec, letter), sizes[letter], want)
     if call.spec.rules is not None:
@@ -458,6 +457,19 @@ def place(spec: Spec, letter: str) -> str:
         for i, size in enumerate(a.layout)
         if size.text == letter
     )
+
+
+def _check_sizes(call: Call, sizes: Sizes) -> None:
+    """Of every tensor; names before expressions, which may speak of ints and tensors that come
+    later."""
+    owners: dict[str, str] = {}
+    for expressed in (False, True):
+        for a, value in zip(call.spec.args, values(call), strict=True):
+            if value is None:
+                continue
+            for i, size in enumerate(a.layout):
+                if bool(size.options) is expressed and size.text != "...":
+                    _check_size(f"{a.name}.shape[{i}]", value.shape[i], size, sizes, owners)
 
 
 def _check_size(field: str, got: Any, size: Size, sizes: Sizes, owners: dict[str, str]) -> None:

@@ -50,19 +50,19 @@ def kind_of(leaves: Mapping[str, Any]) -> Problem:
 
 def _leaf(n: str, value: Any) -> Any:
     usual: Any = "" if n == "op" else LEAVES[n].default
-    several, of = isinstance(usual, tuple | frozenset), OF.get(type(usual), type(usual))
-    parts = value if several else [value]
+    if isinstance(usual, tuple | frozenset):
+        _check_parts(n, value, usual, value)
+        return type(usual)(value)
+    _check_parts(n, value, usual, [value])
+    if isinstance(usual, Extent):
+        return Extent(value, value, value)
+    return DTYPES[value] if isinstance(usual, torch.dtype) else value
+
+
+def _check_parts(n: str, value: Any, usual: Any, parts: Any) -> None:
+    of = OF.get(type(usual), type(usual))
     right = type(parts) is list and all(type(part) is of for part in parts)
     if not right or (isinstance(usual, tuple) and len(parts) != len(usual)):
         raise ValueError(f"{n}: got {value!r}, want a value like {_plain(usual)!r}")
     if of is int and max(map(abs, parts)) > LARGEST_INT:
         raise ValueError(f"{n}: got a number that is too large")
-    if several:
-        return tuple(parts) if isinstance(usual, tuple) else frozenset(parts)
-    return (
-        Extent(value, value, value)
-        if isinstance(usual, Extent)
-        else DTYPES[value]
-        if isinstance(usual, torch.dtype)
-        else value
-    )

@@ -99,11 +99,14 @@ def _may_speak_for(kind: Problem, p: Problem) -> bool:
     # The forward of a training step speaks for such calls only.
     if kind.results.lse and not p.results.lse:
         return False
-    # Where equal sizes say that no mask must be written out.
-    by_sizes = not decodes(kind) and kind.rules.causal and not kind.rules.kv_range
-    if by_sizes and kind.step.sizes_equal != p.step.sizes_equal:
+    if _without_mask(kind) and kind.step.sizes_equal != p.step.sizes_equal:
         return False
     return all(b and max(a / b, b / a) <= NEAR_HEAD_DIM for a, b in _dims(kind, p))
+
+
+def _without_mask(kind: Problem) -> bool:
+    """Do equal sizes say that no mask must be written out?"""
+    return not decodes(kind) and kind.rules.causal and not kind.rules.kv_range
 
 
 def _dims(kind: Problem, p: Problem) -> tuple[tuple[int, int], ...]:

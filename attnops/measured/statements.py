@@ -112,15 +112,22 @@ def _statement(node: ast.stmt, stored: Iterable[str]) -> Statement:
 
 def _imports(nodes: Iterable[ast.AST]) -> Imports:
     found = defaultdict[str, list[Imported]](list)
-    for node in (inner for outer in nodes for inner in ast.walk(outer)):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                found[alias.asname or alias.name].append(Imported(node.module, alias.name))
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.asname or alias.name.partition(".")[0]
-                found[name].append(Imported(alias.name, "" if alias.asname else WHOLE))
-    return {name: tuple(imported) for name, imported in found.items()}
+    for node in nodes:
+        for inner in ast.walk(node):
+            for name, imported in _imported(inner):
+                found[name].append(imported)
+    return {name: tuple(every) for name, every in found.items()}
+
+
+def _imported(node: ast.AST) -> Iterator[tuple[str, Imported]]:
+    """The names that an absolute import binds."""
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        for alias in node.names:
+            yield alias.asname or alias.name, Imported(node.module, alias.name)
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            yield name, Imported(alias.name, "" if alias.asname else WHOLE)
 
 
 # Scopes -------------------------------------------------------------------------------------------

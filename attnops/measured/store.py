@@ -59,15 +59,18 @@ def in_force(target: Target) -> InForce:
     return _in_force(target.device, gpu, str(target))
 
 
+def _paths(device: str, gpu: str) -> list[Path]:
+    own = [path_for(gpu)] if gpu else []
+    # The tables that ship are of GPUs.
+    return [*own, *sorted(SHIPPED.glob("*.json"))] if device == "cuda" else own
+
+
 @functools.cache
 def _in_force(device: str, gpu: str, target: str) -> InForce:
     ignored: list[tuple[Path, str]] = []
     own: list[tuple[Table, Path]] = []
     siblings: list[tuple[Table, Path]] = []
-    # The tables that ship are of GPUs.
-    for path in ([path_for(gpu)] if gpu else []) + (
-        sorted(SHIPPED.glob("*.json")) if device == "cuda" else []
-    ):
+    for path in _paths(device, gpu):
         try:
             table = from_json(read_text(path))
         except FileNotFoundError:

@@ -243,14 +243,18 @@ def _frozen(x: Any, tensors: list[Tensor]) -> Any:
         return [_frozen(item, tensors) for item in x]
     if isinstance(x, dict):
         return _frozen([*x.items()], tensors)
-    if isinstance(x, (set, frozenset)) and all(isinstance(item, SIMPLE) for item in x):
-        return frozenset(x)
-    if isinstance(x, types.FunctionType) and not x.__closure__:
-        return x
     if isinstance(x, Tensor) and not x.is_inference():
         tensors.append(x)
         if type(x) in PLAIN:
             return x._version, x.data_ptr(), x.dtype, x.device
         if (flatten := getattr(x, "__tensor_flatten__", None)) is not None:
             return x._version, [_frozen(getattr(x, name), tensors) for name in flatten()[0]]
+    return _rarely_frozen(x)
+
+
+def _rarely_frozen(x: Any) -> Any:
+    if isinstance(x, (set, frozenset)) and all(isinstance(item, SIMPLE) for item in x):
+        return frozenset(x)
+    if isinstance(x, types.FunctionType) and not x.__closure__:
+        return x
     raise _Unknown

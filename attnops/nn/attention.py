@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -159,36 +161,17 @@ class Attention(nn.Module):
             UnknownKernel, NoKernel: `kernel` cannot run.
         """
         drops = self.training and self.dropout > 0
+        pages = {"k_pages": k_pages, "v_pages": v_pages, "k_scale": k_scale, "v_scale": v_scale}
         if check.nested(query, key, value):
-            why = "with nested tensors, which say it"
             check.absent(
-                why,
+                "with nested tensors, which say it",
                 cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k,
                 batch=batch,
                 kv_start=kv_start,
                 kv_end=kv_end,
             )
-            if drops:
-                refuse(self.dropout, query=("a nested tensor", "a plain tensor"))
-            q, k, v = rows_of(query, key, value)
-            alike = q.ragged == k.ragged and max_seqlen_k is None
-            return q.like(
-                self.forward(
-                    q.values,
-                    k.values,
-                    v.values,
-                    mask=mask,
-                    cu_seqlens_q=q.cu(),
-                    max_seqlen_q=q.longest(max_seqlen_q),
-                    cu_seqlens_k=None if alike else k.cu(),
-                    max_seqlen_k=None if alike else k.longest(max_seqlen_k),
-                    k_pages=k_pages,
-                    v_pages=v_pages,
-                    k_scale=k_scale,
-                    v_scale=v_scale,
-                )
-            )
+            return self._jagged(query, key, value, mask, max_seqlen_q, max_seqlen_k, pages)
         dense = check.kind_of_call(
             "cu_seqlens_q",
             cu_seqlens_q,
@@ -199,7 +182,7 @@ class Attention(nn.Module):
                 "max_seqlen_q": max_seqlen_q,
                 "max_seqlen_k": max_seqlen_k,
             },
-            paged={"k_pages": k_pages, "v_pages": v_pages, "k_scale": k_scale, "v_scale": v_scale},
+            paged=pages,
         )
         layout, dims = ("[B, S, H, D]", 4) if dense else ("[T, H, D] (packed or paged)", 3)
         query = check.last(
@@ -293,6 +276,34 @@ class Attention(nn.Module):
             kv_end=kv_end,
             attention_chunk=self.attention_chunk,
             kernel=self.kernel,
+        )
+
+    def _jagged(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+        pages: dict[str, Any],
+    ) -> Tensor:
+        if self.training and self.dropout > 0:
+            refuse(self.dropout, query=("a nested tensor", "a plain tensor"))
+        q, k, v = rows_of(query, key, value)
+        alike = q.ragged == k.ragged and max_seqlen_k is None
+        return q.like(
+            self.forward(
+                q.values,
+                k.values,
+                v.values,
+                mask=mask,
+                cu_seqlens_q=q.cu(),
+                max_seqlen_q=q.longest(max_seqlen_q),
+                cu_seqlens_k=None if alike else k.cu(),
+                max_seqlen_k=None if alike else k.longest(max_seqlen_k),
+                **pages,
+            )
         )
 
     def extra_repr(self) -> str:

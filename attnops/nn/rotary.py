@@ -104,15 +104,7 @@ class RotaryEmbedding(nn.Module):
             known = check.size("original_max_position", original_max_position, "positions")
             slow = check.number("beta_slow", beta_slow, 1e-9)
             fast = check.number("beta_fast", beta_fast, slow)
-            # The pairs up to which all are fast, and from which all are slow: equation 20 of YaRN
-            # solved for the dimension.
-            low, high = (
-                head_dim * math.log(known / (n * 2 * math.pi)) / (2 * math.log(theta))
-                for n in (fast, slow)
-            )
-            low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
-            low, high = float(max(low, 0)), float(min(high, head_dim - 1))
-            self._ramp = (low, high if high != low else high + 0.001)
+            self._ramp = self._ramp_of(known, fast, slow, truncate)
             for field, value in (
                 ("mscale", mscale),
                 ("mscale_all_dim", mscale_all_dim),
@@ -135,6 +127,17 @@ class RotaryEmbedding(nn.Module):
                 mscale_all_dim=mscale_all_dim,
                 attention_factor=attention_factor,
             )
+
+    def _ramp_of(self, known: int, fast: float, slow: float, truncate: bool) -> tuple[float, float]:
+        """The pairs up to which all are fast, and from which all are slow: equation 20 of YaRN
+        solved for the dimension."""
+        low, high = (
+            self.head_dim * math.log(known / (n * 2 * math.pi)) / (2 * math.log(self.theta))
+            for n in (fast, slow)
+        )
+        low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
+        low, high = float(max(low, 0)), float(min(high, self.head_dim - 1))
+        return low, high if high != low else high + 0.001
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """query `[..., T, Hq, D]` and key `[..., T, Hkv, D]` turned by their positions, int

@@ -38,7 +38,7 @@ def dtype_of(a: Arg, dtype: torch.dtype) -> torch.dtype:
 
 def tensor(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor | None:
     """The tensor of this argument as the features ask; None where they leave it out."""
-    source, f, wanted = scene.source, scene.f, scene.given.get(a.name)
+    source, f = scene.source, scene.f
     if a.holds in ROLES:
         return ROLES[a.holds](scene, a, shape)
     facts = {fact.field for fact in a.facts}
@@ -46,15 +46,19 @@ def tensor(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor | None:
         return source.mask(shape, f)
     if "sinks" in facts:
         return None if f.sinks is None else source.normal(*shape, dtype=f.sinks)
-    dtype = wanted if isinstance(wanted, torch.dtype) else dtype_of(a, f.dtype)
-    asked = wanted or a.default is REQUIRED
+    returned = a.written and "lse" in facts and f.lse
+    return _wanted(scene, a, shape, returned or a.default is REQUIRED)
+
+
+def _wanted(scene: Scene, a: Arg, shape: Sequence[int], asked: bool) -> Tensor | None:
+    """Random numbers, or memory to be written. None unless it is asked for, or given a dtype."""
+    source, wanted = scene.source, scene.given.get(a.name)
+    if not (wanted or asked):
+        return None
+    dtype = wanted if isinstance(wanted, torch.dtype) else dtype_of(a, scene.f.dtype)
     if a.written:
-        return (
-            torch.empty(*shape, dtype=dtype, device=source.device)
-            if asked or ("lse" in facts and f.lse)
-            else None
-        )
-    return source.normal(*shape, dtype=dtype) if asked else None
+        return torch.empty(*shape, dtype=dtype, device=source.device)
+    return source.normal(*shape, dtype=dtype)
 
 
 def _stored(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor:

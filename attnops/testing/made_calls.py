@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def gradient_call(
     gradients."""
     made, free, arguments = _exact_results(forward), dict(forward.free), dict[str, Any]()
     query = next(a.name for a in forward.spec.args if a.holds == "queries")
-    wanted = {n for n, on in zip(GRADIENT, (mask_grad, lse_grad), strict=True) if on}
+    wanted = {*compress(GRADIENT, (mask_grad, lse_grad))}
     for a in OPS[f"{forward.op}_backward"].spec.args:
         of, dtype = a.name.removeprefix("grad_"), dtype_of(a, forward.arguments[query].dtype)
         asked = not wanted.isdisjoint(fact.field for fact in a.facts)
@@ -173,8 +174,9 @@ def page_table(
     rows: list[list[int]] = []
     for count, length in zip(counts, lengths, strict=True):
         own, order = order[:count], order[count:]
-        if pages.shared and len(rows) == 1 and count and rows[0]:
-            own[0] = rows[0][0]
+        if pages.shared and len(rows) == 1:
+            common = min(count, len(rows[0]), 1)
+            own[:common] = rows[0][:common]
         for at, page in enumerate(own):
             used[page, : min(page_size, length - at * page_size)] = True
         rows.append(own)

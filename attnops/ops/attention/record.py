@@ -34,7 +34,7 @@ from attnops.ops.attention.bias import as_rule
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-SIZES = {"tokens": "B * S", "queries": "S", "context": "K"}
+SIZES = {"tokens": "B * S", "queries": "S", "context": "K", "kv_dtype": "key"}
 
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def differentiable(run: Any, call: Any) -> tuple[Tensor, Tensor]:
     return output, lse if call.return_lse else lse.new_empty(0)
 
 
-MASKS = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
+DENSE_MASK = arg("1 | B, 1 | Hq, 1 | S, K", MASK, default=None, facts=rules.MASK_FACTS)
 RESULTS = (
     Result("output", "B, S, Hq, Dv", rules.result_dtype),
     Result("lse", "B, S, Hq", when="return_lse"),
@@ -111,7 +111,6 @@ RESULTS = (
     least=rules.HEADS,
     rules=rules.attention,
     facts=_facts,
-    stored="key",
     problem=SIZES,
     grows="K",
     sums=True,
@@ -122,7 +121,7 @@ class Attention(rules.Visible):
     query: Tensor = arg("B, S, Hq, D", QUERY, unit_stride=True, holds="queries")
     key: Tensor = arg("B, K, Hkv, D", STORED, unit_stride=True, holds="keys")
     value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
-    mask: Tensor | None = MASKS
+    mask: Tensor | None = DENSE_MASK
     sinks: Tensor | None = rules.SINK_LOGITS
     k_scale: Tensor | None = rules.KEY_SCALE
     v_scale: Tensor | None = rules.KEY_SCALE
@@ -157,7 +156,6 @@ GRADIENTS = rules.gradients("query", "key", "value", "mask", "sinks")
     least=rules.HEADS,
     rules=rules.attention,
     facts=_facts,
-    stored="key",
     problem=SIZES,
     sums=True,
 )
@@ -171,7 +169,7 @@ class AttentionBackward(rules.Visible):
     value: Tensor = arg("B, K, Hkv, Dv", "key", unit_stride=True, holds="keys")
     output: Tensor = arg("B, S, Hq, Dv", FLOATS)
     lse: Tensor = arg("B, S, Hq", FLOAT32)
-    mask: Tensor | None = MASKS
+    mask: Tensor | None = DENSE_MASK
     sinks: Tensor | None = rules.SINK_LOGITS
     kv_start: Tensor | None = rules.FIRST_KEYS
     kv_end: Tensor | None = rules.ENDS_OF_KEYS

@@ -29,10 +29,11 @@ from attnops.ops.attention.record import Options, differentiable
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
-SIZES, LEAST = {"batch": "starts - 1"}, {"starts": ">= 1", **rules.HEADS}
+SIZES = {"batch": "starts - 1", "kv_dtype": "key"}
+LEAST = {"starts": ">= 1", **rules.HEADS}
 
 
-MASKS = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
+PACKED_MASK = arg("T, >= max_seqlen_k", MASK, default=None, facts=rules.MASK_FACTS)
 RESULTS = (
     Result("output", "T, Hq, Dv", rules.result_dtype),
     Result("lse", "T, Hq", when="return_lse"),
@@ -44,7 +45,6 @@ RESULTS = (
     *RESULTS,
     least=LEAST,
     rules=rules.attention,
-    stored="key",
     problem=SIZES,
     sums=True,
 )
@@ -56,7 +56,7 @@ class VarlenAttention(rules.Visible, rules.Lengths):
     value: Tensor = arg("N, Hkv, Dv", "key", unit_stride=True, holds="keys")
     cu_seqlens_q: Tensor = arg("starts", INT32, holds="starts_of_queries")
     cu_seqlens_k: Tensor = arg("starts", INT32, holds="starts_of_keys")
-    mask: Tensor | None = MASKS
+    mask: Tensor | None = PACKED_MASK
     sinks: Tensor | None = rules.SINK_LOGITS
     k_scale: Tensor | None = rules.KEY_SCALE
     v_scale: Tensor | None = rules.KEY_SCALE
@@ -88,7 +88,6 @@ GRADIENTS = rules.gradients("query", "key", "value", "sinks")
     *GRADIENTS,
     least=LEAST,
     rules=rules.attention,
-    stored="key",
     problem=SIZES,
     sums=True,
 )
@@ -104,7 +103,7 @@ class VarlenAttentionBackward(rules.Visible, rules.Lengths):
     lse: Tensor = arg("T, Hq", FLOAT32)
     cu_seqlens_q: Tensor = arg("starts", INT32, holds="starts_of_queries")
     cu_seqlens_k: Tensor = arg("starts", INT32, holds="starts_of_keys")
-    mask: Tensor | None = MASKS
+    mask: Tensor | None = PACKED_MASK
     sinks: Tensor | None = rules.SINK_LOGITS
     _: KW_ONLY
     padded: bool = rules.PADDED

@@ -82,8 +82,7 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
     "write_latent",
     least=WRITE_LEAST,
     rules=_write_rules,
-    stored="latent_pages",
-    problem=WRITE_SIZES,
+    problem={**WRITE_SIZES, "kv_dtype": "latent_pages"},
 )
 class WriteLatent(Call):
     """The write of new latents and rotated keys into pages."""
@@ -180,8 +179,7 @@ def fresh_output(q_nope: Tensor) -> Tensor:
     least=LEAST,
     rules=_rules,
     facts=facts,
-    stored="latent_pages",
-    problem={**SIZES, "context": "max_pages * page"},
+    problem={**SIZES, "context": "max_pages * page", "kv_dtype": "latent_pages"},
     sums=True,
 )
 class MlaAttention(rules.Queries):

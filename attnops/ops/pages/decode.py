@@ -18,6 +18,7 @@ from attnops.ops.pages import decode_reference
 
 LEAST = {"page": ">= 1 token a page", "Hkv": ">= 1 head", "D": ">= 1"}
 SIZES = {
+    "kv_dtype": "k_pages",
     "tokens": "B",
     "batch": "B",
     "queries": "1",
@@ -49,7 +50,7 @@ def _rules(call: Any, sizes: Sizes) -> None:
         )
 
 
-@record("decode_attention", least=LEAST, rules=_rules, stored="k_pages", problem=SIZES, sums=True)
+@record("decode_attention", least=LEAST, rules=_rules, problem=SIZES, sums=True)
 class DecodeAttention(Call):
     """Attention of one new token a request, which is normed, rotated and stored first. It sees
     itself, whatever the page table says."""

@@ -53,8 +53,7 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     least=PAGED_LEAST,
     rules=_rules,
     facts=_facts,
-    stored="k_pages",
-    problem={"context": "max_pages * page"},
+    problem={"context": "max_pages * page", "kv_dtype": "k_pages"},
     sums=True,
 )
 class PagedAttention(rules.Visible, rules.Queries):
@@ -223,7 +222,7 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
     rules.kv_scales(call.key, "k_pages", call.k_pages, call.k_scale, call.v_scale, of="key")
 
 
-@record("write_kv", least=LEAST, rules=_write_rules, stored="k_pages")
+@record("write_kv", least=LEAST, rules=_write_rules, problem={"kv_dtype": "k_pages"})
 class WriteKV(Call):
     """The write of new keys and values into pages."""
 

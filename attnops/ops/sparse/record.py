@@ -87,8 +87,7 @@ def _without_holes(call: Any) -> Any:
     least=LEAST,
     rules=_rules,
     facts=facts,
-    stored="latent_pages",
-    problem={**SIZES, "context": "topk"},
+    problem={**SIZES, "context": "topk", "kv_dtype": "latent_pages"},
     sums=True,
 )
 class SparseMlaAttention(Call):
@@ -208,8 +207,7 @@ def _write_rules(call: Any, sizes: Sizes) -> None:
     "write_latent_packed",
     least=WRITE_LEAST,
     rules=_write_rules,
-    stored="latent_pages",
-    problem=WRITE_SIZES,
+    problem={**WRITE_SIZES, "kv_dtype": "latent_pages"},
 )
 class WriteLatentPacked(Call):
     """The quantising write of new latents and rotated keys into packed pages."""

@@ -116,7 +116,7 @@ def vertical_slash_indexes(
     least={"Hkv": ">= 1 head"},
     rules=rules.attention,
     facts={"causal": True},
-    stored="key",
+    problem={"kv_dtype": "key"},
     sums=True,
 )
 class VerticalSlashAttention(rules.Lengths):

@@ -70,14 +70,17 @@ def index(scene: Scene, counted: bool = False) -> Given:
         """Ascending; below `below` while there are enough."""
         return sorted(source.permutation(max(below, count))[:count])
 
+    def ends(used: int, keys: int) -> list[int]:
+        row = [n + 1 for n in distinct(used - 1, keys + 3)][::-1]
+        return row + [0] * (slashes - len(row))
+
     v_counts, s_counts = (
         [1 + source.permutation(n)[0] if counted else n for _ in range(heads)]
         for n in (verticals, slashes)
     )
     # Some are past the end: every request fills a table as long as the longest one.
     vertical = [[distinct(verticals, keys + 2) for _ in range(heads)] for keys in k_lens]
-    ends = [[[n + 1 for n in distinct(s - 1, keys + 3)][::-1] for s in s_counts] for keys in k_lens]
-    slash = [[row + [0] * (slashes - len(row)) for row in rows] for rows in ends]
+    slash = [[ends(used, keys) for used in s_counts] for keys in k_lens]
     made = {"vertical": source.ints(vertical).reshape(len(k_lens), heads, verticals)}
     made["slash"] = source.ints(slash).reshape(len(k_lens), heads, slashes)
     return made | (
