@@ -12,6 +12,7 @@ import attnops
 from attnops.core import eager_cache
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import _drop, kernels_of, one_of, register
+from attnops.core.private_torch import TensorGuards
 from attnops.core.problem import Extent
 from attnops.hf import tiny
 from attnops.hf.attention.function import attention_function
@@ -20,7 +21,7 @@ from attnops.kernels.torch import sdpa
 from attnops.ops.attention.record import ATTENTION
 from tests.hf.helpers import LIMIT, left_padded, logits, near, relative, tokens
 
-if eager_cache.TensorGuards is None:
+if TensorGuards is None:
     pytest.skip("this torch has no TensorGuards", allow_module_level=True)
 
 

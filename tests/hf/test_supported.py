@@ -12,7 +12,8 @@ import torch
 import attnops
 from attnops import tried
 from attnops.core.errors import UnsupportedVersion, UntriedVersion
-from attnops.core.needs import Version, parse
+from attnops.core.needs import parse
+from attnops.core.private_torch import Version
 from attnops.hf import supported, tiny
 from tests.helpers import ROOT, torch_process
 
