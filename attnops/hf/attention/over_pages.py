@@ -100,7 +100,8 @@ def attend(
     [pages] = view.pages
     latents, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (key, request.value))
     write_latent(latents, rotated, pages, view.batch.slots)
-    cache.wrote(layer)
+    if layer == cache.last_layer:
+        cache.wrote(layer)
     if view.fresh or (
         query.shape[2] > 1 and running_generation() is None
     ):  # a prompt: see `PagedMode.prepare` for others
@@ -144,7 +145,12 @@ def _checked(asked: Asked) -> Range:
             'no other pattern. Use cache="hf" for it'
         )
         fail(InvalidInput, "attention_mask", got, want)
-    found = descriptor.read(mask, request.query.shape[0])
+    batch = request.query.shape[0]
+    found: Range | None = None
+    if not torch.compiler.is_compiling() and mask.shape[0] == batch:
+        found = getattr(mask, descriptor.BUILT, None)
+    if found is None:
+        found = descriptor.read(mask, batch)
     if not found.causal:
         fail(InvalidInput, "attention_mask", "bidirectional", "causal, with a paged cache")
     return found
@@ -169,10 +175,10 @@ def attend_keys(
     now, past, (k_pages, v_pages) = view.batch, view.past, view.pages
     # Under autocast the query has another dtype than the pages.
     like = request.query.dtype
-    query, key, value = (
-        x.transpose(1, 2).to(k_pages.dtype)
-        for x in (request.query, request.key[0], request.value[0])
-    )
+    stored = k_pages.dtype
+    query = request.query.transpose(1, 2).to(stored)
+    key = request.key[0].transpose(1, 2).to(stored)
+    value = request.value[0].transpose(1, 2).to(stored)
     if view.one_launch and count == 1:
         out = decode_attention(
             query.flatten(0, 1),
@@ -190,7 +196,8 @@ def attend_keys(
             holes=False,
             workspace=now.workspace,
         )
-        cache.wrote(layer)
+        if layer == cache.last_layer:
+            cache.wrote(layer)
         return out.view(batch, count, heads, out.shape[2]).to(like)
     keys, values, start, end = key, value, found.start, found.end
     if past is not None:
@@ -204,7 +211,8 @@ def attend_keys(
         )
         end = torch.full_like(start, keys.shape[1])
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
-    cache.wrote(layer)
+    if layer == cache.last_layer:
+        cache.wrote(layer)
     rules: dict[str, Any] = {
         "scale": request.scale,
         "window": (found.window_left, -1),

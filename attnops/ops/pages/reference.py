@@ -14,11 +14,11 @@ from attnops.core.tensors import (
     gather_pages,
     in_range,
     padded_mask,
-    quantise,
     result_dtype,
     store,
     wide_query,
     without_holes,
+    write_kv as write_kv,
     write_results,
 )
 from attnops.ops.attention.reference import over_requests
@@ -26,7 +26,7 @@ from attnops.ops.attention.reference import over_requests
 if TYPE_CHECKING:
     from attnops.ops.latent.record import MlaAttention
     from attnops.ops.pages.plan import PlanMlaAttention, PlanPagedAttention
-    from attnops.ops.pages.record import CopyKV, PagedAttention, WriteKV
+    from attnops.ops.pages.record import CopyKV, PagedAttention
 
 
 def paged_attention(call: PagedAttention) -> None:
@@ -53,12 +53,6 @@ def attend_pages(
     write_results(
         call, *over_requests(call, query, key, value, ends, mask, Rules.of(call), temperature)
     )
-
-
-def write_kv(call: WriteKV) -> None:
-    """The reference of `attnops.write_kv`."""
-    store(call.k_pages, quantise(call.key, call.k_scale, call.k_pages.dtype), call.slots)
-    store(call.v_pages, quantise(call.value, call.v_scale, call.v_pages.dtype), call.slots)
 
 
 def copy_kv(call: CopyKV) -> None:
