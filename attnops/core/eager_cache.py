@@ -27,7 +27,7 @@ from attnops.core.arguments import FURTHEST
 from attnops.core.checks import plain_only, python_number, refuse_foreign
 from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.foreign import answering
-from attnops.core.kernel import _REGISTRY, Capture
+from attnops.core.kernel import _REGISTRY, Capture, deterministic
 from attnops.core.private_torch import (
     autocasting,
     capturing,
@@ -323,6 +323,8 @@ def checked(op: Eager, call: Call) -> Run:
     problem = op.problem(call)
     kernel = choose(problem, policy)
     answers = answering(kernel)
+    if not deterministic(policy):
+        answers = getattr(answers, "ordinary", answers)
     if kernel.capture is not Capture.NEVER:
         return answers
 
@@ -489,4 +491,5 @@ def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     """A function that picks these places of a call."""
     if len(places) > 1:
         return itemgetter(*places)
-    return (lambda call: (call[places[0]],)) if places else (lambda call: ())
+    first = places[0] if places else 0
+    return itemgetter(slice(first, first + len(places)))

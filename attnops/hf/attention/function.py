@@ -177,9 +177,10 @@ def attention_function(
                 )
                 if answer is not None:
                     return answer, None
-        served = trusted or (not compiling and cached_routed(type(module)))
+        cls: Any = type(module)
+        served = trusted or (not compiling and cached_routed(cls))
         if compiling or not (served and others.keys() <= HARMLESS):
-            check_layer(type(module), others, compiling, trusted)
+            check_layer(cls, others, compiling, trusted)
         if isinstance(scaling, Tensor):
             query, scaling = query * scaling, 1.0
         lengths: Lengths | None = None

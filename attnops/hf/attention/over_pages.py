@@ -30,8 +30,7 @@ from attnops.hf.attention.request import Request
 from attnops.hf.cache.paged_cache import PagedModelCache, View
 from attnops.hf.generation import running_generation
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
-from attnops.nn.absorb import absorbed_weights, renew
-from attnops.nn.latent import attend_absorbed
+from attnops.nn.latent import absorbed_weights, attend_absorbed, renew
 from attnops.ops import decode_attention, paged_attention, write_kv, write_latent
 from attnops.ops.attention.record import attention as dense_attention
 from attnops.ops.attention.varlen import varlen_attention
@@ -100,8 +99,7 @@ def attend(
     [pages] = view.pages
     latents, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (key, request.value))
     write_latent(latents, rotated, pages, view.batch.slots)
-    if layer == cache.last_layer:
-        cache.wrote(layer)
+    _wrote(cache, layer)
     if view.fresh or (
         query.shape[2] > 1 and running_generation() is None
     ):  # a prompt: see `PagedMode.prepare` for others
@@ -196,8 +194,7 @@ def attend_keys(
             holes=False,
             workspace=now.workspace,
         )
-        if layer == cache.last_layer:
-            cache.wrote(layer)
+        _wrote(cache, layer)
         return out.view(batch, count, heads, out.shape[2]).to(like)
     keys, values, start, end = key, value, found.start, found.end
     if past is not None:
@@ -211,8 +208,7 @@ def attend_keys(
         )
         end = torch.full_like(start, keys.shape[1])
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
-    if layer == cache.last_layer:
-        cache.wrote(layer)
+    _wrote(cache, layer)
     rules: dict[str, Any] = {
         "scale": request.scale,
         "window": (found.window_left, -1),
@@ -255,6 +251,14 @@ def attend_keys(
         **rules,
     )
     return out.view(batch, count, heads, out.shape[2]).to(like)
+
+
+def _wrote(cache: PagedModelCache | View, layer: Any) -> None:
+    """Tell the cache that its last layer has written; a view's number of a layer may not be
+    read."""
+    last = cache.last_layer
+    if last is not None and layer == last:
+        cache.wrote(layer)
 
 
 def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> Tensor:

@@ -406,8 +406,7 @@ class PagedModelCache(Cache):
         """Note that `layer` has written its part of the step. With the last layer's part the step
         is whole."""
         if layer == self.last_layer:
-            self.state.step = None
-            self.state.unfinished = 0
+            self.state.step, self.state.unfinished = None, 0
 
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
         state, unfinished = self.state, self.state.unfinished
