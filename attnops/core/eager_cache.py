@@ -273,7 +273,10 @@ class Eager:
     def run(self, call: Any) -> Any:
         """The op's results, from below the dispatcher."""
         run = self.find(call)
-        return (checked(self, call) if run is None else run)(call)
+        if run is None:
+            plain_only(self.names, call)
+            run = checked(self, call)
+        return run(call)
 
     def plain(self, call: Any) -> bool:
         """May a kernel be handed the tensors as they are?"""
@@ -315,9 +318,8 @@ def _plain(t: Tensor) -> bool:
 
 
 def checked(op: Eager, call: Call) -> Run:
-    """A function that runs the kernel chosen for `call`, which is checked first. Raises
-    InvalidInput, NoKernel."""
-    plain_only(op.names, call)
+    """A function that runs the kernel chosen for `call`, of plain tensors, which is checked first.
+    Raises InvalidInput, NoKernel."""
     check(call)
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
     problem = op.problem(call)
