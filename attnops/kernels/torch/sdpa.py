@@ -60,7 +60,7 @@ def _sdpa(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     cpu = query.device.type == "cpu"
     one = query.shape[1] == 1
-    if cpu and one is not False and surely(one):
+    if cpu and (one is True or surely(one)):
         return _one_token(q, k, v, mask, scale)
     if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is
