@@ -10,7 +10,7 @@ from itertools import pairwise
 from tests.helpers import ROOT, torch_process
 
 LOOK = """
-import json, os, sys
+import functools, json, os, sys
 import torch, attnops
 from attnops.core.kernel import kernels_of
 
@@ -18,8 +18,10 @@ root = os.path.dirname(os.path.dirname(os.path.realpath(attnops.__file__)))
 ours = tuple(os.path.join(root, folder, "") for folder in ("attnops", "lowering", "graphs"))
 kernels = {kernel.run.__code__ for kernel in kernels_of("paged_attention").values()}
 
+real = functools.cache(os.path.realpath)
+
 def look(frame, event, arg):
-    file = os.path.realpath(frame.f_code.co_filename)
+    file = real(frame.f_code.co_filename)
     if event == "call" and file.startswith(ours):
         entered.append(os.path.relpath(file, root))
         starts.append(frame.f_code in kernels)
