@@ -55,6 +55,8 @@ class LastStream:
     def __init__(self, device: torch.device, tensors: tuple[Tensor, ...] = ()) -> None:
         self._device, self._tensors = device, tensors
         self._streams = STREAMS.get(device.type)
+        self.ordered = self._streams is None
+        """Is all work of the device in the order of the host? Then `use` has no effect."""
         self._last: Any = None
         self._number: int | None = None
         self._met: set[int] = set()

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 
 from attnops.graphs.streams import STREAMS
 from attnops.nn import absorbed_weights
-from attnops.nn.absorb import expire, renew
+from attnops.nn.absorb import expire
+from attnops.nn.latent import renew
 from tests.graphs.races import Races
 from tests.modules import refused
 

@@ -19,8 +19,7 @@ from attnops.nn import (
     attend_expanded,
     attend_latents,
 )
-from attnops.nn.absorb import absorbed_weights
-from attnops.nn.latent import gathered
+from attnops.nn.latent import absorbed_weights, gathered
 from tests.formula import plain
 from tests.modules import close, cu, pages_of, poisoned, refused
 

@@ -25,7 +25,7 @@ from attnops.core.arguments import FURTHEST
 from attnops.core.checks import plain_only, python_number, refuse_foreign
 from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.foreign import answering
-from attnops.core.kernel import _REGISTRY, Capture
+from attnops.core.kernel import _REGISTRY, Capture, deterministic
 from attnops.core.private_torch import (
     TensorGuards,
     autocasting,
@@ -277,7 +277,10 @@ class Eager:
     def run(self, call: Any) -> Any:
         """The op's results, from below the dispatcher."""
         run = self.find(call)
-        return (checked(self, call) if run is None else run)(call)
+        if run is None:
+            plain_only(self.names, call)
+            run = checked(self, call)
+        return run(call)
 
     def plain(self, call: Any) -> bool:
         """May a kernel be handed the tensors as they are?"""
@@ -319,14 +322,15 @@ def _plain(t: Tensor) -> bool:
 
 
 def checked(op: Eager, call: Call) -> Run:
-    """A function that runs the kernel chosen for `call`, which is checked first. Raises
-    InvalidInput, NoKernel."""
-    plain_only(op.names, call)
+    """A function that runs the kernel chosen for `call`, of plain tensors, which is checked first.
+    Raises InvalidInput, NoKernel."""
     check(call)
     policy = getattr(call, "policy")  # noqa: B009 - every record has one, and no type checker knows
     problem = op.problem(call)
     kernel = choose(problem, policy)
     answers = answering(kernel)
+    if not deterministic(policy):
+        answers = getattr(answers, "ordinary", answers)
     if kernel.capture is not Capture.NEVER:
         return answers
 
@@ -493,4 +497,5 @@ def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     """A function that picks these places of a call."""
     if len(places) > 1:
         return itemgetter(*places)
-    return (lambda call: (call[places[0]],)) if places else (lambda call: ())
+    first = places[0] if places else 0
+    return itemgetter(slice(first, first + len(places)))

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from attnops.core.adapt import on_device_of
+from attnops.core.arguments import REQUIRED
 from attnops.core.checks import check_written
 from attnops.core.eager_cache import Eager, direct, grad_fields
 from attnops.core.errors import NoGradient, NotCapturable, NotRecordable, RegistrationError, fail
@@ -33,7 +34,7 @@ from attnops.core.private_torch import (
     without_modes,
 )
 from attnops.core.problem import Problem
-from attnops.core.record import Call, changed, check, fake, schema, split, values
+from attnops.core.record import KINDS, Call, Spec, changed, check, fake, split, values
 from attnops.core.refuse_layouts import refuse_others
 from attnops.core.select import choose, parse_policy
 from attnops.core.tracers import is_onnx
@@ -119,6 +120,29 @@ class Op(Eager):
             fail(NotRecordable, self.name, "torch.onnx.export", want)
         check(call)
         return self.by_torch(call)
+
+
+def schema(spec: Spec) -> str:
+    """Arguments and results as torch.library writes them."""
+    letters, parts, keyword = iter("abcdefgh"), [], False
+    for a in spec.args:
+        if a.keyword and not keyword:
+            parts.append("*")
+            keyword = True
+        kind = "SymInt" if a.symbolic else KINDS[a.kind]
+        kind = kind.replace("Tensor", f"Tensor({next(letters)}!)") if a.written else kind
+        default = (
+            ""
+            if a.default is REQUIRED
+            else f'="{a.default}"'
+            if isinstance(a.default, str)
+            else f"={a.default}"
+        )
+        parts.append(f"{kind} {a.name}{default}")
+    names = [f"Tensor {r.name}".strip() for r in spec.results]
+    return (
+        f"({', '.join(parts)}) -> {names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'}"
+    )
 
 
 def define(op: Op) -> Op:

@@ -64,7 +64,7 @@ else:
         return lambda cls: cls
 
 
-_KINDS = {
+KINDS = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
     "int": "int",
@@ -268,10 +268,8 @@ def _arguments(op: str, cls: type) -> dict[str, Arg]:
 
 
 def _argument(op: str, name: str, kind: str, given: Any, keyword: bool) -> Arg:
-    if kind not in _KINDS:
-        fail(
-            RegistrationError, f"{op}: {name} got the type {kind}, want one of {', '.join(_KINDS)}"
-        )
+    if kind not in KINDS:
+        fail(RegistrationError, f"{op}: {name} got the type {kind}, want one of {', '.join(KINDS)}")
     a = given if isinstance(given, Arg) else Arg(default=given)
     neutral = a.default if a.off is REQUIRED else a.off
     return replace(
@@ -346,32 +344,6 @@ def same(value: Any, other: Any) -> bool:
     )
 
 
-# The schema ---------------------------------------------------------------------------------------
-
-
-def schema(spec: Spec) -> str:
-    """Arguments and results as torch.library writes them."""
-    letters, parts, keyword = iter("abcdefgh"), [], False
-    for a in spec.args:
-        if a.keyword and not keyword:
-            parts.append("*")
-            keyword = True
-        kind = "SymInt" if a.symbolic else _KINDS[a.kind]
-        kind = kind.replace("Tensor", f"Tensor({next(letters)}!)") if a.written else kind
-        default = (
-            ""
-            if a.default is REQUIRED
-            else f'="{a.default}"'
-            if isinstance(a.default, str)
-            else f"={a.default}"
-        )
-        parts.append(f"{kind} {a.name}{default}")
-    names = [f"Tensor {r.name}".strip() for r in spec.results]
-    return (
-        f"({', '.join(parts)}) -> {names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'}"
-    )
-
-
 # Checks -------------------------------------------------------------------------------------------
 
 
@@ -396,7 +368,9 @@ def check(call: Call) -> Sizes:
                 )
     _check_sizes(call, sizes)
     for letter, want in call.spec.least.items():
-        need(sizes[letter] >= int(want.split()[1]), place(call.spec, letter), sizes[letter], want)
+        enough = sizes[letter] >= int(want.split()[1])
+        if enough is not True:
+            need(enough, place(call.spec, letter), sizes[letter], want)
     if call.spec.rules is not None:
         call.spec.rules(call, sizes)
     return sizes
@@ -417,21 +391,35 @@ def check_kinds(call: Call) -> None:
         _check_kind(a, value)
 
 
+_LARGEST = 2**62
+_EXACT: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+
+
 def _check_kind(a: Arg, value: Any) -> None:
     if not a.tensor:
-        check_number(a, value)
+        exact = type(value) is _EXACT[a.kind]
+        if not exact or a.choices:
+            check_number(a, value)
+        elif a.kind != "str":
+            least = -_LARGEST if a.least is None else a.least
+            most = _LARGEST if a.most is None else a.most
+            if not least <= value <= most:
+                check_number(a, value)
     elif not isinstance(value, Tensor) and (value is not None or a.kind == "Tensor"):
         got = "nothing" if value is REQUIRED else "None" if value is None else type(value).__name__
         fail(InvalidInput, a.name, got, wanted(f"a tensor [{a.dims}]", value))
 
 
 def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
-    check_strided(a.name, value, a.dims)
+    if value.layout != torch.strided or value.is_nested:
+        check_strided(a.name, value, a.dims)
     dims = len(a.layout)
     if value.dim() < dims if a.layout and a.layout[-1].text == "..." else value.dim() != dims:
         fail(InvalidInput, a.name, f"shape {tuple(value.shape)}", f"[{a.dims}]")
     if a.written:
-        check_written(a.name, value)
+        plain = type(value) is Tensor and value.is_contiguous() and not value.is_neg()
+        if not plain:
+            check_written(a.name, value)
     if isinstance(a.dtypes, str):
         like = getattr(call, a.dtypes)
         if like is None:
@@ -475,22 +463,23 @@ def _check_sizes(call: Call, sizes: Sizes) -> None:
 def _check_size(field: str, got: Any, size: Size, sizes: Sizes, owners: dict[str, str]) -> None:
     if not size.options:
         if size.text in sizes:
-            owner = owners.get(size.text)
-            need(
-                got == sizes[size.text],
-                field,
-                got,
-                f"{sizes[size.text]} ({size.text}{f', as {owner}' if owner else ''})",
-            )
+            same_size = got == sizes[size.text]
+            if same_size is not True:
+                owner = owners.get(size.text)
+                why = f"{size.text}{f', as {owner}' if owner else ''}"
+                need(same_size, field, got, f"{sizes[size.text]} ({why})")
         else:
             sizes[size.text], owners[size.text] = got, field
         return
     wants = [eval(option, {"__builtins__": {}}, sizes) for option in size.options]
+    fits = got >= wants[0] if size.least else got == wants[0]
+    if fits is True:
+        return
     if size.least:
-        need(got >= wants[0], field, got, f">= {wants[0]} ({size.text[2:].strip()})")
+        need(fits, field, got, f">= {wants[0]} ({size.text[2:].strip()})")
     elif len(wants) == 1:
         why = "" if size.text.isdigit() else f" ({size.text})"
-        need(got == wants[0], field, got, f"{wants[0]}{why}")
+        need(fits, field, got, f"{wants[0]}{why}")
     else:
         want = " or ".join(map(str, wants)) + f" ({size.text.replace(' |', ' or')})"
         need(any(surely(got == w) for w in wants) or got == wants[-1], field, got, want)

@@ -19,7 +19,15 @@ from math import inf
 from typing import Any
 
 from attnops.core.errors import InvalidInput, NoKernel, UnknownKernel, fail
-from attnops.core.kernel import Failed, Kernel, all_kernels, generation, kernel_names, kernels_of
+from attnops.core.kernel import (
+    Failed,
+    Kernel,
+    all_kernels,
+    deterministic as deterministic_key,
+    generation,
+    kernel_names,
+    kernels_of,
+)
 from attnops.core.problem import Extent, Extents, Problem, Refusal, altered
 from attnops.measured import (
     ESTIMATED,
@@ -467,7 +475,13 @@ class _Active(threading.local):
     # Dynamo guards on reads of an instance's attribute, and not on one found on the class: code
     # compiled under one policy must not be reused under another.
     def __init__(self) -> None:
-        self.key = default_policy_key()
+        self.put(default_policy_key())
+
+    def put(self, key: str) -> None:
+        """Put the policy of this key in force. Modules ask at every call whether it is
+        deterministic."""
+        self.key = key
+        self.deterministic = deterministic_key(key)
 
 
 _ACTIVE = _Active()
@@ -503,11 +517,11 @@ def use(
     before = _ACTIVE.key
     key = Policy(forced, tuple(allow), tuple(deny), tuple(prefer), deterministic).key
     parse_policy(key)  # checks its names
-    _ACTIVE.key = key
+    _ACTIVE.put(key)
     try:
         yield
     finally:
-        _ACTIVE.key = before
+        _ACTIVE.put(before)
 
 
 def key_for(op: str, kernel: str | None) -> str:

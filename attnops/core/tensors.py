@@ -21,7 +21,7 @@ from attnops.core.private_torch import count_dispatch_modes as _len_torch_dispat
 if TYPE_CHECKING:
     from attnops.ops.latent.record import MlaAttention
     from attnops.ops.metadata.record import NamedPages
-    from attnops.ops.pages.record import PagedAttention
+    from attnops.ops.pages.record import PagedAttention, WriteKV
 
 
 def surely(condition: Any) -> bool:
@@ -410,3 +410,9 @@ def store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     kept = pages[slot // page, slot % page]
     new = torch.where(has.reshape(-1, *[1] * (rows.dim() - 1)), rows[source.clamp(min=0)], kept)
     pages.index_put_((slot // page, slot % page), new)
+
+
+def write_kv(call: WriteKV) -> None:
+    """The reference of `attnops.write_kv`, which eager steps over pages call in every layer."""
+    store(call.k_pages, quantise(call.key, call.k_scale, call.k_pages.dtype), call.slots)
+    store(call.v_pages, quantise(call.value, call.v_scale, call.v_pages.dtype), call.slots)

@@ -11,6 +11,7 @@ last. Where that chain breaks, masks are checked.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,12 +85,13 @@ class Generation:
             self.lent.append(cache)
 
 
-_THREAD = threading.local()
+THREAD = threading.local()
+"""running: the innermost generation. given: the positions of the model's call, see `note`."""
 
 
 def running_generation() -> Generation | None:
     """The generation of the innermost `generate()` of a patched model that runs in this thread."""
-    running: Generation | None = getattr(_THREAD, "running", None)
+    running: Generation | None = getattr(THREAD, "running", None)
     return running
 
 
@@ -112,11 +114,11 @@ def growing(owner: nn.Module | None = None) -> Iterator[Generation]:
     """Within the block (and this thread) the steps of `owner` are those of one `generate()`. None:
     so is every call of any model."""
     before = running_generation()
-    _THREAD.running = Generation(owner, inside=owner is None, around=before)
+    THREAD.running = Generation(owner, inside=owner is None, around=before)
     try:
-        yield _THREAD.running
+        yield THREAD.running
     finally:
-        _THREAD.running = before
+        THREAD.running = before
 
 
 def _running(owner: Any) -> Generation | None:
@@ -151,6 +153,19 @@ def _update(method: Method, *args: Any, **kwargs: Any) -> Any:
     if running is not None:
         running.last = (made.get("attention_mask"),)
     return made
+
+
+def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a model: the positions by which its documents may be packed are for the
+    next mask of this thread (see attnops.hf.attention.positions)."""
+    if is_dynamo_compiling():
+        return
+    THREAD.given = None
+    positions = kwargs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] == 1:
+        return
+    if kwargs.get("attention_mask") is None and kwargs.get("cu_seq_lens_q") is None:
+        THREAD.given = type(module).__name__, weakref.ref(positions)
 
 
 def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

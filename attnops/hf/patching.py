@@ -22,11 +22,10 @@ from attnops.graphs.graphed import Progress
 from attnops.hf import batching, not_fast
 from attnops.hf.attention.config_weights import let_configs_ask
 from attnops.hf.attention.mask import Mode
-from attnops.hf.attention.positions import note
 from attnops.hf.cache import support as paged_models
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.generate import NO_CACHE, generate
-from attnops.hf.generation import Generation, is_generating, watch
+from attnops.hf.generation import Generation, is_generating, note, watch
 from attnops.hf.interface import Kept, Options, implementation
 from attnops.hf.mask_trials import served
 from attnops.hf.models.attention_modules import Match, match

@@ -200,3 +200,19 @@ def token_writes_us(launch_us: float, numbers_a_us: float, p: Problem) -> float:
     """A launch, and the keys and values, or the latents, of the new tokens."""
     numbers = p.head_dim if p.rope_dim else p.kv_heads * (p.head_dim + p.v_head_dim)
     return launch_us + max(p.sizes.tokens.hint, 1) * numbers / numbers_a_us
+
+
+def written_us(p: Problem) -> float:
+    """A reference: the logits are written out in float32, and read several times."""
+    sizes = p.sizes
+    logits = max(p.q_heads, 1) * max(sizes.tokens.hint, 1) * max(sizes.context.hint, 1)
+    return 1000.0 + 32e-6 * logits
+
+
+SLOWEST = Roofline(0.0, 0.05, 0.05, 0.02)
+
+
+def products_us(p: Problem) -> float:
+    """A reference that multiplies: more than the estimate of any kernel of attention at any size
+    but flex's on a CPU, which counts its compilation."""
+    return written_us(p) + SLOWEST(p)

@@ -2,11 +2,11 @@
 MultiheadAttention, and the paged cache."""
 
 from attnops.cache import PagedBatch as PagedBatch, PagedCache as PagedCache
-from attnops.nn.absorb import absorbed_weights as absorbed_weights
 from attnops.nn.attention import Attention as Attention
 from attnops.nn.latent import (
     LatentDims as LatentDims,
     NewTokens as NewTokens,
+    absorbed_weights as absorbed_weights,
     attend_absorbed as attend_absorbed,
     attend_expanded as attend_expanded,
     attend_float8 as attend_float8,

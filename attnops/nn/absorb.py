@@ -1,5 +1,5 @@
-"""Absorption (MLA): the two halves of the projection that unfolds latents, as attention over
-latents takes them.
+"""Absorption (MLA): the weight of a projection that is no plain Linear, kept while what it follows
+from is the same. `attnops.nn.latent.absorbed_weights` hands out its halves.
 
 kv_b maps a latent `c` to the keys and values of all heads. With W its weight
 `[H * (nope + v), Dc]`, W_UK its first `nope` rows of each head and W_UV the other v, a score
@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attnops.core.record import need
-from attnops.nn.steady import is_linear
-
 if TYPE_CHECKING:
     from attnops.graphs.streams import LastStream
 
@@ -30,49 +27,7 @@ HELD = "_attnops_absorbed"
 SIMPLE = (type(None), bool, int, float, str, bytes, type, torch.dtype, torch.device)
 
 
-def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(W_UK `[H, nope, Dc]`, W_UV `[H, v, Dc]`) of the projection `kv_b` as it is now. H follows
-    from its rows.
-
-    Of a plain torch.nn.Linear they are views of the weight, without a copy, and follow every later
-    change of the weight. Of any other module (an adapter around the Linear, a quantised or
-    parametrised weight, one that a hook brings from elsewhere) they are the module's outputs for
-    the unit vectors. Compiled code computes them at every call, at the price of unfolding Dc
-    tokens. Eager calls without gradients keep them on the module, outside its state_dict, while its
-    parameters and buffers have the same versions and the plain attributes of all submodules and of
-    their classes are as they were; a module with hooks, a forward of its own instance or other
-    attributes is asked anew each time. A write through `.data` or numpy changes no version: `renew`
-    brings it in. What was kept is overwritten by what follows it, so a CUDA graph captured from
-    eager code reads what the last eager call or `renew` made.
-
-    Args:
-        kv_b: Dc numbers in, H * (nope + v) out, linear and without bias.
-        nope, v: numbers of a head's key without its rotated part, and of its value.
-        like: `[..., Dc]`, a latent: of the dtype and on the device that kv_b computes in.
-
-    Raises:
-        InvalidInput: kv_b has a bias, or its rows are not whole heads.
-    """
-    linear = _is_viewed(kv_b)
-    # A tensor: wrappers keep flags and words of this name.
-    biased = any(
-        isinstance(getattr(module, "bias", None), Tensor)
-        for module in ((kv_b,) if linear else kv_b.modules())
-    )
-    need(not biased, "kv_b.bias", "a bias", "None, for it cannot be absorbed")
-    weight: Any = kv_b.weight if linear else _weight_of(kv_b, like)
-    rows, latent = weight.shape
-    need(
-        rows % (nope + v) == 0,
-        "kv_b.weight.shape[0]",
-        rows,
-        f"a multiple of {nope} + {v}, the key and value of one head",
-    )
-    heads = weight.view(rows // (nope + v), nope + v, latent)
-    return heads[:, :nope], heads[:, nope:]
-
-
-def _weight_of(kv_b: nn.Module, like: Tensor) -> Tensor:
+def weight_of(kv_b: nn.Module, like: Tensor) -> Tensor:
     """`[rows, Dc]` of a module whose weight is no view, kept where that can be."""
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and any(p.requires_grad for p in kv_b.parameters())
@@ -84,20 +39,8 @@ def _weight_of(kv_b: nn.Module, like: Tensor) -> Tensor:
         return _effective(kv_b, like)
 
 
-def renew(kv_b: nn.Module, like: Tensor) -> None:
-    """Make what eager calls of `absorbed_weights` keep of `kv_b` anew, for writes that change no
-    version (`.data`, numpy).
-
-    To be called at every prompt, and with the autocast of the steps that follow. The new weights
-    take the place of the old ones in memory, so CUDA graphs read them. No effect where nothing is
-    kept: for a plain Linear, in compiled code, and for a module that is asked at every call. It
-    costs as much as unfolding Dc tokens.
-
-    Args:
-        kv_b, like: as in `absorbed_weights`.
-    """
-    if torch.compiler.is_compiling() or _is_viewed(kv_b):
-        return
+def make_anew(kv_b: nn.Module, like: Tensor) -> None:
+    """What `attnops.nn.latent.renew` does for a module whose weight is no view."""
     expire(kv_b)
     with contextlib.suppress(_Unknown):
         _kept(kv_b, like)
@@ -109,18 +52,6 @@ def expire(kv_b: nn.Module) -> None:
     held: _Held | None = vars(kv_b).get(HELD)
     if held is not None:
         held.key = None
-
-
-def _is_viewed(kv_b: nn.Module) -> bool:
-    """Are the absorbed weights views of its weight?"""
-    # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an
-    # offloaded one is on meta.
-    return (
-        is_linear(kv_b)
-        and type(kv_b.weight) in PLAIN
-        and not kv_b.weight.is_meta
-        and not changed(kv_b)
-    )
 
 
 def changed(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 between its projections.
 
 Absorbed: the query is projected into the space of the latents, and every head reads the latents
-themselves (`attnops.nn.absorb`). Expanded: latents are unfolded into the keys and values of each
+themselves (`absorbed_weights`). Expanded: latents are unfolded into the keys and values of each
 head. The two are the same sums in another order: DeepSeek-V2, https://arxiv.org/abs/2405.04434,
 section 2.1.2. `attnops.ops.latent.absorb_or_expand` compares their costs.
 """
@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from attnops.cache.batch import PagedBatch, PrefixChunk
 from attnops.core import eager_cache
 from attnops.core.errors import InvalidInput, fail
-from attnops.core.kernel import deterministic
 from attnops.core.problem import Target
 from attnops.core.record import need
-from attnops.core.select import active_policy, key_for
+from attnops.core.select import _ACTIVE, key_for
 from attnops.nn import arguments as check
-from attnops.nn.absorb import absorbed_weights, renew
+from attnops.nn.absorb import PLAIN, make_anew, weight_of
 from attnops.nn.rotary import RotaryEmbedding, rope_of
-from attnops.nn.steady import product
+from attnops.nn.steady import is_linear, product
 from attnops.ops import (
     merge_state,
     mla_attention,
@@ -35,6 +34,7 @@ from attnops.ops import (
     write_latent,
 )
 from attnops.ops.latent.absorb_or_expand import (
+    FORM_WATCHERS,
     LatentDims as LatentDims,
     LatentForms,
     crossover,
@@ -56,6 +56,76 @@ class NewTokens(NamedTuple):
     q_pe: Tensor
     latent: Tensor
     k_pe: Tensor
+
+
+def absorbed_weights(kv_b: nn.Module, nope: int, v: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(W_UK `[H, nope, Dc]`, W_UV `[H, v, Dc]`) of the projection `kv_b` as it is now. H follows
+    from its rows.
+
+    Of a plain torch.nn.Linear they are views of the weight, without a copy, and follow every later
+    change of the weight. Of any other module (an adapter around the Linear, a quantised or
+    parametrised weight, one that a hook brings from elsewhere) they are the module's outputs for
+    the unit vectors. Compiled code computes them at every call, at the price of unfolding Dc
+    tokens. Eager calls without gradients keep them on the module, outside its state_dict, while its
+    parameters and buffers have the same versions and the plain attributes of all submodules and of
+    their classes are as they were; a module with hooks, a forward of its own instance or other
+    attributes is asked anew each time. A write through `.data` or numpy changes no version: `renew`
+    brings it in. What was kept is overwritten by what follows it, so a CUDA graph captured from
+    eager code reads what the last eager call or `renew` made.
+
+    Args:
+        kv_b: Dc numbers in, H * (nope + v) out, linear and without bias.
+        nope, v: numbers of a head's key without its rotated part, and of its value.
+        like: `[..., Dc]`, a latent: of the dtype and on the device that kv_b computes in.
+
+    Raises:
+        InvalidInput: kv_b has a bias, or its rows are not whole heads.
+    """
+    linear = is_viewed(kv_b)
+    # A tensor: wrappers keep flags and words of this name.
+    biased = (
+        isinstance(getattr(kv_b, "bias", None), Tensor)
+        if linear
+        else any(isinstance(getattr(part, "bias", None), Tensor) for part in kv_b.modules())
+    )
+    if biased:
+        fail(InvalidInput, "kv_b.bias", "a bias", "None, for it cannot be absorbed")
+    weight: Any = kv_b.weight if linear else weight_of(kv_b, like)
+    rows, latent = weight.shape
+    whole = rows % (nope + v) == 0
+    if whole is not True:
+        want = f"a multiple of {nope} + {v}, the key and value of one head"
+        need(whole, "kv_b.weight.shape[0]", rows, want)
+    heads = weight.view(rows // (nope + v), nope + v, latent)
+    return heads[:, :nope], heads[:, nope:]
+
+
+def renew(kv_b: nn.Module, like: Tensor) -> None:
+    """Make what eager calls of `absorbed_weights` keep of `kv_b` anew, for writes that change no
+    version (`.data`, numpy).
+
+    To be called at every prompt, and with the autocast of the steps that follow. The new weights
+    take the place of the old ones in memory, so CUDA graphs read them. No effect where nothing is
+    kept: for a plain Linear, in compiled code, and for a module that is asked at every call. It
+    costs as much as unfolding Dc tokens.
+
+    Args:
+        kv_b, like: as in `absorbed_weights`.
+    """
+    if torch.compiler.is_compiling() or is_viewed(kv_b):
+        return
+    make_anew(kv_b, like)
+
+
+def is_viewed(kv_b: nn.Module) -> bool:
+    """Are the absorbed weights views of its weight?"""
+    # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an
+    # offloaded one is on meta.
+    if type(kv_b) is not nn.Linear and not is_linear(kv_b):
+        return False
+    weight = kv_b.weight
+    own = "forward" in vars(kv_b) or kv_b._forward_hooks or kv_b._forward_pre_hooks
+    return type(weight) in PLAIN and not weight.is_meta and not own
 
 
 def attend_absorbed(
@@ -111,7 +181,7 @@ def attend_absorbed(
 
 def by_head(x: Tensor, weight: Tensor) -> Tensor:
     """`[T, H, b]`: `x` `[T, H, a]` through each head's `[a, b]` of `weight` `[H, a, b]`."""
-    if deterministic(active_policy()):
+    if _ACTIVE.deterministic:
         # A product of all heads at once follows from the number of tokens.
         return torch.stack([product(x[:, h], weight[h].t()) for h in range(weight.shape[0])], 1)
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
@@ -142,7 +212,7 @@ def _attend_pages(
     most = batch.max_seqlen_q
     empty = partial(torch.empty, device=query.device)
     # A deterministic result must not depend on the pages that a batch shares.
-    if shared is None or not cascades or deterministic(active_policy()):
+    if shared is None or not cascades or _ACTIVE.deterministic:
         output = empty(query.shape, dtype=dtype)
         return attend(
             batch.page_table, batch.seq_lens, cu, max_seqlen_q=most, plan=batch.plan, output=output
@@ -264,8 +334,8 @@ def attend_latents(
     """
     q_nope, q_pe, latent, k_pe = new
     _checked(dims, q_nope, q_pe)
-    count = absorb_up_to is None or (type(absorb_up_to) is int and absorb_up_to >= 0)
-    need(count, "absorb_up_to", repr(absorb_up_to), "an int >= 0 (tokens), or None")
+    if absorb_up_to is not None and not (type(absorb_up_to) is int and absorb_up_to >= 0):
+        fail(InvalidInput, "absorb_up_to", repr(absorb_up_to), "an int >= 0 (tokens), or None")
     before = None if batch.prefix is None else len(batch.prefix) > 0
     absorbing, expanding, policies = _told(
         dims, q_nope, latent_pages, batch, kernel, before=before, absorb_up_to=absorb_up_to
@@ -409,10 +479,13 @@ def _told(
 ) -> tuple[str | None, str | None, tuple[str, str]]:
     """The kernels forced on `mla_attention` and `varlen_attention`, and the policy keys of the two.
     Tells the layer to the watchers."""
-    absorbing = kernel_for("mla_attention", kernel)
-    expanding = kernel_for("varlen_attention", kernel)
-    policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
-    if not torch.compiler.is_compiling():
+    absorbing = expanding = None
+    policies = _ACTIVE.key, _ACTIVE.key
+    if kernel is not None:
+        absorbing = kernel_for("mla_attention", kernel)
+        expanding = kernel_for("varlen_attention", kernel)
+        policies = key_for("mla_attention", absorbing), key_for("varlen_attention", expanding)
+    if FORM_WATCHERS and not torch.compiler.is_compiling():
         heads = int(q_nope.shape[1])
         page = int(latent_pages.shape[1])
         target = Target.of(q_nope.device)
@@ -473,19 +546,29 @@ def _checked(
 ) -> tuple[Tensor, ...]:
     """`weights`: none, or w_uk `[H, nope, Dc]` and w_uv `[H, v, Dc]` of as many heads as the query.
     Raises InvalidInput."""
-    check.last("q_nope", check.tensor("q_nope", q_nope, "[T, H, nope]", 3), dims.nope)
-    check.last("q_pe", check.tensor("q_pe", q_pe, "[T, H, Dr]", 3), dims.rope)
+    if not _fits(q_nope, dims.nope):
+        check.last("q_nope", check.tensor("q_nope", q_nope, "[T, H, nope]", 3), dims.nope)
+    if not _fits(q_pe, dims.rope):
+        check.last("q_pe", check.tensor("q_pe", q_pe, "[T, H, Dr]", 3), dims.rope)
     for weight, (field, rows, name) in zip(
         weights, (("w_uk", dims.nope, "nope"), ("w_uv", dims.v, "v")), strict=False
     ):
-        check.last(
-            field,
-            check.tensor(field, weight, f"[H, {name}, Dc]", 3),
-            q_nope.shape[1],
-            rows,
-            dims.latent,
-        )
+        if not _fits(weight, q_nope.shape[1], rows, dims.latent):
+            check.last(
+                field,
+                check.tensor(field, weight, f"[H, {name}, Dc]", 3),
+                q_nope.shape[1],
+                rows,
+                dims.latent,
+            )
     return weights
+
+
+def _fits(x: Any, *sizes: int) -> bool:
+    """Are the last of the three sizes of a tensor these? A compiler is not asked: it shall know
+    them as constants."""
+    plain = isinstance(x, Tensor) and not torch.compiler.is_compiling()
+    return plain and x.dim() == 3 and x.shape[3 - len(sizes) :] == sizes
 
 
 def scale_tensor(value: float, like: Tensor) -> Tensor:

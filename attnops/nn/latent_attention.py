@@ -163,6 +163,11 @@ class LatentAttention(nn.Module):
             InvalidInput, NoGradient, UnknownKernel, NoKernel: as in `Attention.forward`.
         """
         drops = self.training and self.dropout > 0
+        others = positions, mask, kv_start, kv_end, cu_seqlens, max_seqlen
+        step = not drops and self._is_step(hidden, batch, latent_pages, others)
+        if step and batch is not None and latent_pages is not None:
+            at = batch.positions
+            return self._paged(hidden, at, batch, latent_pages, kv_scale, float8_scales)
         if check.nested(hidden):
             check.absent("with a nested tensor, which says it", cu_seqlens=cu_seqlens, batch=batch)
             if drops:
@@ -208,38 +213,7 @@ class LatentAttention(nn.Module):
         if batch is not None and latent_pages is not None:
             check.absent("with batch", mask=mask)
             check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
-            if float8_scales is not None:
-                rope = self._rope_of_float8(latent_pages, kv_scale, float8_scales)
-                if batch.prefix is None:
-                    new = self._project(hidden, None)
-                    return self._out(
-                        attend_float8(
-                            self.dims,
-                            new,
-                            self.kv_b_proj,
-                            rope,
-                            at,
-                            latent_pages,
-                            batch,
-                            scale=self.scale,
-                            scales=float8_scales,
-                            kernel=self.kernel,
-                        )
-                    )
-                kv_scale = scale_tensor(float8_scales[1], hidden)
-            return self._out(
-                attend_latents(
-                    self.dims,
-                    self._project(hidden, at),
-                    self.kv_b_proj,
-                    latent_pages,
-                    batch,
-                    scale=self.scale,
-                    kv_scale=kv_scale,
-                    absorb_up_to=self.absorb_up_to,
-                    kernel=self.kernel,
-                )
-            )
+            return self._paged(hidden, at, batch, latent_pages, kv_scale, float8_scales)
         q_nope, q_pe, latent, k_pe = self._project(hidden, at)
         query = torch.cat([q_nope, q_pe], -1)
         key, value = unfold(self.dims, q_nope.shape[-2], latent, k_pe, self.kv_b_proj)
@@ -275,6 +249,61 @@ class LatentAttention(nn.Module):
                 causal=True,
                 mask=mask,
                 kernel=kernel_for("varlen_attention", self.kernel),
+            )
+        )
+
+    def _is_step(self, hidden: Any, batch: Any, pages: Any, others: tuple[Any, ...]) -> bool:
+        """Is an eager call one of a step over pages that the checks of `forward` would pass?
+        others: arguments that such a call does not have. A compiler is not asked: the checks tell
+        it which sizes are constants."""
+        if torch.compiler.is_compiling() or {*map(type, others)} != {type(None)}:
+            return False
+        if type(batch) is not PagedBatch or type(hidden) is not Tensor or type(pages) is not Tensor:
+            return False
+        if hidden.is_nested or hidden.dim() != 2 or pages.dim() != 3:
+            return False
+        return hidden.shape[1] == self.hidden_size
+
+    def _paged(
+        self,
+        hidden: Tensor,
+        at: Tensor,
+        batch: PagedBatch,
+        latent_pages: Tensor,
+        kv_scale: Tensor | None,
+        float8_scales: tuple[float, float] | None,
+    ) -> Tensor:
+        """A step over pages, whose arguments are checked. at: the position of each token."""
+        if float8_scales is not None:
+            rope = self._rope_of_float8(latent_pages, kv_scale, float8_scales)
+            if batch.prefix is None:
+                new = self._project(hidden, None)
+                return self._out(
+                    attend_float8(
+                        self.dims,
+                        new,
+                        self.kv_b_proj,
+                        rope,
+                        at,
+                        latent_pages,
+                        batch,
+                        scale=self.scale,
+                        scales=float8_scales,
+                        kernel=self.kernel,
+                    )
+                )
+            kv_scale = scale_tensor(float8_scales[1], hidden)
+        return self._out(
+            attend_latents(
+                self.dims,
+                self._project(hidden, at),
+                self.kv_b_proj,
+                latent_pages,
+                batch,
+                scale=self.scale,
+                kv_scale=kv_scale,
+                absorb_up_to=self.absorb_up_to,
+                kernel=self.kernel,
             )
         )
 

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import need
 from attnops.core.tensors import rotate
 from attnops.nn import arguments as check
@@ -145,13 +146,14 @@ class RotaryEmbedding(nn.Module):
 
         Raises InvalidInput.
         """
-        check.last("query", query, self.head_dim)
-        check.last("key", key, self.head_dim)
-        cos, sin = (x[..., None, :] for x in self.cos_sin(positions, query))
-        query, key = (
-            rotate(x.to(cos.dtype), cos, sin, self.interleaved).to(x.dtype) for x in (query, key)
-        )
-        return query, key
+        dims = self.head_dim
+        if query.shape[-1] != dims or key.shape[-1] != dims:
+            check.last("query", query, dims)
+            check.last("key", key, dims)
+        cos, sin = self.cos_sin(positions, query)
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        turned = rotate(query.to(cos.dtype), cos, sin, self.interleaved).to(query.dtype)
+        return turned, rotate(key.to(cos.dtype), cos, sin, self.interleaved).to(key.dtype)
 
     def cos_sin(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """(`[..., D / 2]`, `[..., D / 2]`): cosine and sine of the angles at int positions `[...]`,
@@ -160,12 +162,8 @@ class RotaryEmbedding(nn.Module):
         float32 (float64 where `like` is), on the device of `like`, attention factor included.
         Raises InvalidInput.
         """
-        need(
-            not positions.is_floating_point() and positions.dtype != torch.bool,
-            "positions.dtype",
-            positions.dtype,
-            "int32 | int64",
-        )
+        if positions.is_floating_point() or positions.dtype == torch.bool:
+            fail(InvalidInput, "positions.dtype", positions.dtype, "int32 | int64")
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         pairs = torch.arange(0, self.head_dim, 2, device=like.device, dtype=wide)
         turns = self.theta ** (-pairs / self.head_dim)

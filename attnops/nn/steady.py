@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from attnops.core.kernel import deterministic
 from attnops.core.select import _ACTIVE, use
 from attnops.core.tracers import is_recorded
 from attnops.nn.class_swap import subclass
@@ -188,7 +187,7 @@ class Steady(TorchFunctionMode):
 
 def _keeps_apart() -> bool:
     """A tool that records the model gets torch's own code, under any policy."""
-    return deterministic(_ACTIVE.key) and not is_recorded()
+    return _ACTIVE.deterministic and not is_recorded()
 
 
 def apart(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -257,15 +256,19 @@ _STEADY = "_attnops_steady"
 def _steady(cls: Any, pointwise: bool) -> type:
     """The subclass of `cls`, with its name. Its objects can be copied and pickled."""
 
+    # Outside of the policy a module costs one call of Python and no more.
     def of_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _ACTIVE.deterministic:
+            return cls.forward(self, *args, **kwargs)
         return apart(cls.forward, self, *args, **kwargs)
 
     def of_linear(self: Any, input: Tensor) -> Tensor:
-        # Written out: outside of the policy it costs no more calls of Python than before.
-        by = product if deterministic(_ACTIVE.key) and not is_recorded() else F.linear
+        by = product if _ACTIVE.deterministic and not is_recorded() else F.linear
         return by(input, self.weight, self.bias)
 
-    def of_numbers(self: Any, input: Tensor) -> Tensor:
+    def of_numbers(self: Any, input: Tensor) -> Any:
+        if not _ACTIVE.deterministic:
+            return cls.forward(self, input)
         return one_by_one(functools.partial(cls.forward, self), input)
 
     linear = cls.forward is nn.Linear.forward

@@ -176,12 +176,10 @@ def gradients(*of: str) -> tuple[Result, ...]:
 def heads_divide(call: Any, sizes: Sizes) -> None:
     """Each key head serves as many query heads as another."""
     heads, kv_heads = sizes["Hq"], sizes["Hkv"]
-    need(
-        heads % kv_heads == 0,
-        place(call.spec, "Hq"),
-        heads,
-        f"a multiple of the key's {kv_heads} heads",
-    )
+    divides = heads % kv_heads == 0
+    if divides is not True:
+        want = f"a multiple of the key's {kv_heads} heads"
+        need(divides, place(call.spec, "Hq"), heads, want)
 
 
 def attention(call: Any, sizes: Sizes) -> None:

@@ -65,7 +65,7 @@ def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
     """The first of all, and that of a conversation that goes on with the one token whose keys the
     last turn has not stored."""
     # Devices that the host runs ahead of.
-    monkeypatch.setattr("attnops.hf.attention.mask._FAR", far)
+    monkeypatch.setattr("attnops.hf.attention.descriptor._FAR", far)
     more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with beside() as pair:
         cache = pair.handle.new_cache(2, 20)

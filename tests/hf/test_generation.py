@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.attention import mask as masks
+from attnops.hf.attention import descriptor
 from attnops.hf.cache.names import named
 from attnops.hf.generation import current_generation, growing
 from tests.hf.helpers import generated, left_padded, near, same_tokens, tokens
@@ -23,7 +23,7 @@ HOLES[0, 3:6] = HOLES[1, 9] = HOLES[2, :4] = 0
 @pytest.fixture
 def impatient(monkeypatch):
     """`auto` behaves as on CUDA: lengths, and no look at the mask at one-token steps."""
-    monkeypatch.setattr(masks, "_FAR", ("cpu",))
+    monkeypatch.setattr(descriptor, "_FAR", ("cpu",))
 
 
 class Beside:

@@ -261,7 +261,7 @@ def impatient(monkeypatch):
         return real(call, *rest)
 
     monkeypatch.setattr(masks, "_look", counting)
-    monkeypatch.setattr(masks, "_FAR", ("cpu",))
+    monkeypatch.setattr(descriptor, "_FAR", ("cpu",))
     return looks
 
 

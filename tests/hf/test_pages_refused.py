@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from attnops.core.errors import InvalidInput, NoGradient, PatchError
 from attnops.hf import tiny
-from attnops.hf.attention import descriptor, mask as masks
+from attnops.hf.attention import descriptor
 from attnops.hf.cache.names import named
 from attnops.hf.models.attention_modules import usage_of
 from tests.hf.helpers import (
@@ -91,7 +91,7 @@ def test_batches_that_shrink_and_grow(name):
 def test_where_the_host_must_not_wait(monkeypatch, name):
     """As on CUDA: in generate() the prompt's mask is looked at, elsewhere the device asserts at
     one-token steps."""
-    monkeypatch.setattr(masks, "_FAR", ("cpu",))
+    monkeypatch.setattr(descriptor, "_FAR", ("cpu",))
     model, ids, mask = tiny.model(name), tokens(), left_padded()
     with paged(model) as handle:
         assert torch.equal(generated(model), eager_tokens(name))
@@ -109,7 +109,7 @@ def test_where_the_host_must_not_wait(monkeypatch, name):
 def test_the_host_trusts_only_what_it_has_seen(monkeypatch, mode):
     """As on CUDA: not a prompt's last chunk of one token, nor another cache that someone uses while
     generate() runs."""
-    monkeypatch.setattr(masks, "_FAR", ("cpu",))
+    monkeypatch.setattr(descriptor, "_FAR", ("cpu",))
     model, spoilt, looks = tiny.model("deepseek_v3"), left_padded()[:, :9], []
     with torch.no_grad():
         want, first = generated(model, 4, length=9), model(tokens()[:, :1]).logits

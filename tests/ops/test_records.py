@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnops.core.errors import RegistrationError
 from attnops.core.kernel import Kernel, Registry, kernels_of, register
-from attnops.core.op import check_binding
+from attnops.core.op import check_binding, schema
 from attnops.core.problem import Problem, Target, problem_of
 from attnops.core.record import (
     FLOATS,
@@ -24,7 +24,6 @@ from attnops.core.record import (
     check,
     fake,
     record,
-    schema,
 )
 from attnops.ops import OPS
 from tests.checks import those

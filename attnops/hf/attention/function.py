@@ -25,13 +25,11 @@ from attnops.hf.attention.request import (
     check_layer,
     flat_sinks,
     is_causal_call,
-    lengths_of,
-    scaled,
-    weights_recorded,
 )
 from attnops.hf.attention.straight import Facts, StraightCalls, Tensors, facts_of, is_plain
 from attnops.hf.attention.visibility import Visible, visible_of
 from attnops.hf.cache.paged_cache import PagedKeyCache, View
+from attnops.hf.models.attention_modules import HARMLESS, cached_routed
 from attnops.ops.attention.record import ATTENTION as attend, Attention
 from attnops.ops.attention.varlen import varlen_attention
 
@@ -39,6 +37,19 @@ _WEIGHTS = (
     "attnops: output_attentions=True computes attention in plain torch, because kernels "
     "return no attention weights"
 )
+
+_collector: Any = None
+try:
+    from transformers.utils.output_capturing import _active_collector
+
+    if hasattr(_active_collector, "context_var"):
+        _collector = _active_collector
+except (
+    ImportError
+):  # another version: then only the layers that receive output_attentions return weights
+    pass
+
+_own = object.__getattribute__
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -60,6 +71,7 @@ def attention_function(
         for op in ("attention", "paged_attention", "mla_attention", "varlen_attention")
     )
     packs = kernel == kernels[3]
+    trusted = additive or proven
     straight = StraightCalls()
 
     def answered(
@@ -146,29 +158,38 @@ def attention_function(
         """
         compiling = is_dynamo_compiling()
         drops = dropout > 0.0 and module.training
+        recorded = weights_recorded(module, compiling)
         facts: Facts | None = None
-        if not (compiling or drops):
+        # Calls over pages are remembered by their op.
+        if not (compiling or drops or recorded or attnops_cache is not None):
             asks = (
                 attention_mask,
                 s_aux,
                 sinks,
                 position_bias,
                 cu_seq_lens_q,
-                attnops_cache,
                 output_attentions,
             )
-            if is_plain(module, query, scaling, asks, others):
+            if is_plain(query, scaling, asks, others):
                 given = query, key, value
                 facts, answer = straight.answer(
                     facts_of(module, given, is_causal, scaling, sliding_window, softcap), given
                 )
                 if answer is not None:
                     return answer, None
-        check_layer(type(module), others, compiling, additive or proven)
-        query, scale = scaled(query, scaling)
-        lengths = lengths_of(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        cap, sinks = float(softcap or 0.0), flat_sinks(s_aux, sinks)
-        weights = bool(output_attentions) or weights_recorded(module, compiling)
+        cls: Any = type(module)
+        served = trusted or (not compiling and cached_routed(cls))
+        if compiling or not (served and others.keys() <= HARMLESS):
+            check_layer(cls, others, compiling, trusted)
+        if isinstance(scaling, Tensor):
+            query, scaling = query * scaling, 1.0
+        lengths: Lengths | None = None
+        if cu_seq_lens_q is not None:
+            lengths = Lengths(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        cap = float(softcap or 0.0)
+        if s_aux is not None or sinks is not None:
+            sinks = flat_sinks(s_aux, sinks)
+        weights = bool(output_attentions) or recorded
         p = dropout if drops else 0.0
         request = Request(
             query,
@@ -178,7 +199,7 @@ def attention_function(
             position_bias,
             lengths,
             sinks,
-            scale,
+            scaling,
             cap,
             sliding_window,
             p,
@@ -187,6 +208,21 @@ def attention_function(
         return answered(module, request, attnops_cache, is_causal, facts)
 
     return attention
+
+
+def weights_recorded(module: Any, compiling: bool) -> bool:
+    """Does transformers record attention weights now? Not every layer receives the argument that
+    asks for them."""
+    config = getattr(module, "config", None)
+    # A config's own way to look an attribute up makes three calls.
+    if config is not None and (config.__dict__ if compiling else _own(config, "__dict__")).get(
+        "_output_attentions"
+    ):
+        return True
+    if _collector is None or compiling:
+        return False
+    found = _collector.global_var if _collector.compiling else _collector.context_var.get()
+    return bool(found) and any(kind.endswith("attentions") for kind in found)
 
 
 def dense(

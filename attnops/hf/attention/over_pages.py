@@ -30,8 +30,7 @@ from attnops.hf.attention.request import Request
 from attnops.hf.cache.paged_cache import PagedModelCache, View
 from attnops.hf.generation import running_generation
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
-from attnops.nn.absorb import absorbed_weights, renew
-from attnops.nn.latent import attend_absorbed
+from attnops.nn.latent import absorbed_weights, attend_absorbed, renew
 from attnops.ops import decode_attention, paged_attention, write_kv, write_latent
 from attnops.ops.attention.record import attention as dense_attention
 from attnops.ops.attention.varlen import varlen_attention
@@ -100,7 +99,7 @@ def attend(
     [pages] = view.pages
     latents, rotated = (x.flatten(0, 3).to(pages.dtype) for x in (key, request.value))
     write_latent(latents, rotated, pages, view.batch.slots)
-    cache.wrote(layer)
+    _wrote(cache, layer)
     if view.fresh or (
         query.shape[2] > 1 and running_generation() is None
     ):  # a prompt: see `PagedMode.prepare` for others
@@ -144,7 +143,12 @@ def _checked(asked: Asked) -> Range:
             'no other pattern. Use cache="hf" for it'
         )
         fail(InvalidInput, "attention_mask", got, want)
-    found = descriptor.read(mask, request.query.shape[0])
+    batch = request.query.shape[0]
+    found: Range | None = None
+    if not torch.compiler.is_compiling() and mask.shape[0] == batch:
+        found = getattr(mask, descriptor.BUILT, None)
+    if found is None:
+        found = descriptor.read(mask, batch)
     if not found.causal:
         fail(InvalidInput, "attention_mask", "bidirectional", "causal, with a paged cache")
     return found
@@ -163,10 +167,10 @@ def attend_keys(
     now, past, (k_pages, v_pages) = view.batch, view.past, view.pages
     # Under autocast the query has another dtype than the pages.
     like = request.query.dtype
-    query, key, value = (
-        x.transpose(1, 2).to(k_pages.dtype)
-        for x in (request.query, request.key[0], request.value[0])
-    )
+    stored = k_pages.dtype
+    query = request.query.transpose(1, 2).to(stored)
+    key = request.key[0].transpose(1, 2).to(stored)
+    value = request.value[0].transpose(1, 2).to(stored)
     if view.one_launch and count == 1:
         out = decode_attention(
             query.flatten(0, 1),
@@ -184,7 +188,7 @@ def attend_keys(
             holes=False,
             workspace=now.workspace,
         )
-        cache.wrote(layer)
+        _wrote(cache, layer)
         return out.view(batch, count, heads, out.shape[2]).to(like)
     keys, values, start, end = key, value, found.start, found.end
     if past is not None:
@@ -193,7 +197,7 @@ def attend_keys(
         keys, values = _behind(k_pages, slots, key), _behind(v_pages, slots, value)
         end = torch.full_like(start, keys.shape[1])
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
-    cache.wrote(layer)
+    _wrote(cache, layer)
     rules: dict[str, Any] = {
         "scale": request.scale,
         "window": (found.window_left, -1),
@@ -248,6 +252,14 @@ def _behind(pages: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     """`[B, W + S, H, D]`: the new tokens `[B, S, H, D]` behind those in the slots `[B * W]`."""
     old = pages.flatten(0, 1)[slots].unflatten(0, (new.shape[0], -1))
     return torch.cat([old, new], 1)
+
+
+def _wrote(cache: PagedModelCache | View, layer: Any) -> None:
+    """Tell the cache that its last layer has written; a view's number of a layer may not be
+    read."""
+    last = cache.last_layer
+    if last is not None and layer == last:
+        cache.wrote(layer)
 
 
 def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> Tensor:

@@ -7,33 +7,15 @@ and no cache. Else the documents of a row see each other, as they do without att
 
 from __future__ import annotations
 
-import threading
-import weakref
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from attnops.core.errors import warn_once
 from attnops.core.private_torch import capturing
 from attnops.core.tracers import is_recorded
 from attnops.hf.attention import packed
-from attnops.hf.generation import running_generation
-
-_THREAD = threading.local()
-
-
-def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of a model: the positions by which its documents may be packed are for the
-    next mask of this thread."""
-    if is_dynamo_compiling():
-        return
-    _THREAD.given = None
-    positions = kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] == 1:
-        return
-    if kwargs.get("attention_mask") is None and kwargs.get("cu_seq_lens_q") is None:
-        _THREAD.given = type(module).__name__, weakref.ref(positions)
+from attnops.hf.generation import THREAD, running_generation
 
 
 def look(rule: Any, queries: int) -> None:
@@ -42,7 +24,7 @@ def look(rule: Any, queries: int) -> None:
 
     The host waits for the device where a model was given positions and no mask.
     """
-    given, _THREAD.given = getattr(_THREAD, "given", None), None
+    given, THREAD.given = getattr(THREAD, "given", None), None
     positions = None if given is None else given[1]()
     if (
         given is None

@@ -27,19 +27,6 @@ _TELLING = (
     "cache",
 )
 
-_collector: Any = None
-try:
-    from transformers.utils.output_capturing import _active_collector
-
-    if hasattr(_active_collector, "context_var"):
-        _collector = _active_collector
-except (
-    ImportError
-):  # another version: then only the layers that receive output_attentions return weights
-    pass
-
-_own = object.__getattribute__
-
 
 class Lengths(NamedTuple):
     """Packed requests, one after the other: int32 cumulative lengths of queries and keys, and upper
@@ -81,13 +68,6 @@ class Request(NamedTuple):
     weights: bool = False
 
 
-def lengths_of(
-    starts_q: Tensor | None, starts_k: Tensor | None, longest_q: int | None, longest_k: int | None
-) -> Lengths | None:
-    """The lengths that a caller passes; None where it passes none of the queries."""
-    return None if starts_q is None else Lengths(starts_q, starts_k, longest_q, longest_k)
-
-
 def scaled(query: Tensor, scale: float | Tensor | None) -> tuple[Tensor, float | None]:
     """(the query, the factor on its logits). A factor that is a tensor is multiplied into the
     query."""
@@ -106,21 +86,6 @@ def flat_sinks(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
     """The sinks under either name, `[Hq]`."""
     found = s_aux if sinks is None else sinks
     return found if found is None or found.dim() == 1 else found.reshape(-1)
-
-
-def weights_recorded(module: Any, compiling: bool) -> bool:
-    """Does transformers record attention weights now? Not every layer receives the argument that
-    asks for them."""
-    config = getattr(module, "config", None)
-    # A config's own way to look an attribute up makes three calls.
-    if config is not None and (config.__dict__ if compiling else _own(config, "__dict__")).get(
-        "_output_attentions"
-    ):
-        return True
-    if _collector is None or compiling:
-        return False
-    found = _collector.global_var if _collector.compiling else _collector.context_var.get()
-    return bool(found) and any(kind.endswith("attentions") for kind in found)
 
 
 def check_layer(cls: Any, others: dict[str, Any], compiling: bool, trusted: bool) -> None:

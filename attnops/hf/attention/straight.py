@@ -20,7 +20,6 @@ from attnops.core.kernel import _REGISTRY
 from attnops.core.private_torch import count_dispatch_modes, profiling, tracing
 from attnops.core.problem import _OVERRIDE
 from attnops.core.select import _ACTIVE
-from attnops.hf.attention.request import weights_recorded
 from attnops.hf.models.attention_modules import HARMLESS
 from attnops.kernels.torch import sdpa
 from attnops.ops.attention.record import Attention
@@ -32,9 +31,7 @@ Straight = Callable[[Tensor, Tensor, Tensor], Tensor]
 _NUMBERS = (float, type(None))
 
 
-def is_plain(
-    module: Any, query: Tensor, scaling: Any, asks: tuple[Any, ...], others: dict[str, Any]
-) -> bool:
+def is_plain(query: Tensor, scaling: Any, asks: tuple[Any, ...], others: dict[str, Any]) -> bool:
     """May a call without dropout be one that is remembered? It asks for nothing else, and nothing
     records it or looks at it.
 
@@ -45,13 +42,7 @@ def is_plain(
             return False
     if type(query) is not Tensor or type(scaling) not in _NUMBERS or not others.keys() <= HARMLESS:
         return False
-    return not (
-        is_grad_enabled()
-        or count_dispatch_modes()
-        or profiling()
-        or tracing()
-        or weights_recorded(module, False)
-    )
+    return not (is_grad_enabled() or count_dispatch_modes() or profiling() or tracing())
 
 
 def facts_of(

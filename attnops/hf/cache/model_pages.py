@@ -113,6 +113,7 @@ class ModelPages(Pages):
     step did not have.
     high: int64 `[]`, the most positions there have been since the cache was empty, where there are
     windows.
+    plan_of: the kernel of decode steps that may read a plan, and its layer; None: no kernel does.
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
     begun: kinds of steps whose kernels have begun to be compiled.
     counters: the tensors that a step writes besides keys, values and latents.
@@ -137,7 +138,7 @@ class ModelPages(Pages):
         for _ in range(rows):
             self.alloc(length)
         self.begun: set[Hashable] = set()
-        self._plan_of: tuple[Kernel, Problem] | None = None
+        self.plan_of: tuple[Kernel, Problem] | None = None
         self._kinds: dict[Problem, int] = dict(
             zip(sizes.layers, self.table_of, strict=True)
         )  # and a page table of each
@@ -156,7 +157,7 @@ class ModelPages(Pages):
         pages = [each for _, alike in self._allocations for each in alike]
         scratch = () if self.workspace is None else (self.workspace,)
         small = *self.tables, self.seq_lens, *self.counters, self.most
-        self._stream = LastStream(sizes.device, (*pages, *scratch, *small))
+        self.stream = LastStream(sizes.device, (*pages, *scratch, *small))
         self.use()
         fix_address(self.seen, self.high, self.most)
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
@@ -188,7 +189,7 @@ class ModelPages(Pages):
             scratch = max(scratch, workspace_bytes(self._step(layer, _PLENTY), active_policy()))
         if over_latents(layer):
             kernel = select(altered(decode, workspace=scratch), key).kernel
-            self._plan_of = (
+            self.plan_of = (
                 None if kernel is None else (kernel, replace(layer, page_size=self.page_size))
             )
         return scratch
@@ -257,7 +258,7 @@ class ModelPages(Pages):
 
         To be called before each use of them.
         """
-        self._stream.use()
+        self.stream.use()
 
     def clear(self) -> None:
         """Forget every token."""
@@ -300,10 +301,25 @@ class ModelPages(Pages):
         come.
         """
         batch = self.describe(tokens, before.shape[0], (before + tokens.longest).to(torch.int32))
-        if self._plan_of is not None and tokens.longest <= _PLANNED:
-            kernel, spec = self._plan_of
+        if self.plan_of is not None and tokens.longest <= _PLANNED:
+            kernel, spec = self.plan_of
             batch = replace(batch, plan=device_plan(kernel, spec, batch, heads))
         return batch
+
+    def steps(self, before: Tensor, count: int) -> tuple[PagedBatch, ...]:
+        """The batches of the next `count` steps of one token each, at the price of one: of pages
+        that have no windows, for kernels without a plan. before: as in `step`."""
+        rows, device = before.shape[0], before.device
+        at = before + torch.arange(count, device=device)[:, None]
+        owner = torch.arange(rows, device=device).repeat(count)
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        lengths = (at + 1).to(torch.int32).unbind(0)
+        batch = self.describe(Tokens(at.reshape(-1), owner, starts, 1), rows, lengths[0])
+        each = zip(lengths, batch.slots.view(count, rows).unbind(0), at.unbind(0), strict=True)
+        return tuple(
+            replace(batch, seq_lens=length, slots=slots, positions=positions)
+            for length, slots, positions in each
+        )
 
     def past(self, before: Tensor, table: int) -> Past:
         """The window's tokens of a page table that precede a step. before: as in `step`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from transformers.cache_utils import (
 from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
-from attnops.core.private_torch import FakeTensor
+from attnops.core.private_torch import FakeTensor, count_dispatch_modes
 from attnops.core.record import need
+from attnops.core.select import _ACTIVE
 from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
@@ -75,6 +76,8 @@ class View:
     heads: int = 0
     one_launch: bool = False
     packed: bool = False
+    last_layer: ClassVar[int | None] = None
+    """The step notes the writes in the cache when its layers return."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -105,8 +108,25 @@ class View:
             )
         return self
 
-    def wrote(self, layer: Any) -> None:
-        """No effect: the step notes the write in the cache when the layer returns."""
+
+AHEAD = 32
+"""Steps of one token whose batches are made at once."""
+
+
+class Ahead(NamedTuple):
+    """The batches of coming steps of one token each, as long as all that they follow from is as it
+    was when they were made.
+
+    seen: positions before the first of the steps. start, pad: the padding of the rows of a step,
+    and of all. policy: that in force. one_launch: as in `Step`.
+    """
+
+    seen: int
+    start: Tensor
+    pad: Tensor
+    policy: str
+    batches: tuple[PagedBatch, ...]
+    one_launch: tuple[bool, ...]
 
 
 class Returned:
@@ -135,6 +155,7 @@ class State:
     unfinished: positions of a step that counts as seen, and that not all layers have written. It
     stays when a layer raises.
     before: positions before the step under way, where it counts as seen before its masks are made.
+    ahead: the batches of coming steps of one token, where the host may look at their numbers.
     start, real: set while a step in graphs, of one token each, is traced or captured (see
     `decode`). int64 `[B]`, the padding, and
         bool `[B]`, is the row stored?
@@ -148,6 +169,7 @@ class State:
     start: Tensor | None = None
     real: Tensor | None = None
     before: Tensor | None = None
+    ahead: Ahead | None = None
 
     @property
     def whole(self) -> bool:
@@ -158,7 +180,9 @@ class State:
         """As `ModelPages.use`, but for the trace or capture of a step, around which they are
         used."""
         if self.start is None and not torch.compiler.is_compiling():
-            self.pages.use()
+            stream = self.pages.stream
+            if not stream.ordered:
+                stream.use()
 
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""
@@ -346,7 +370,7 @@ class PagedModelCache(Cache):
         pages = self.state.pages
         number = self.numbers[layer]
         table = pages.table_of[number]
-        batch = step.batch.of(table)
+        batch = step.batch if table == 0 else step.batch.of(table)
         past = step.past[table]
         one_launch = bool(step.one_launch) and step.one_launch[number]
         return View(
@@ -385,15 +409,18 @@ class PagedModelCache(Cache):
 
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
         state, unfinished = self.state, self.state.unfinished
-        got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
-        need(
-            not unfinished,
-            cache_names.NAME,
-            got,
-            f"reset(), or crop(-{unfinished}), before it is used again",
-        )
+        if unfinished:
+            got = f"a cache whose last step, of {unfinished} positions, did not reach every layer"
+            want = f"reset(), or crop(-{unfinished}), before it is used again"
+            fail(InvalidInput, cache_names.NAME, got, want)
         state.use()
         pages = state.pages
+        # A compiler would take the numbers of a step for constants.
+        if count == 1 and state.filled and not torch.compiler.is_compiling():
+            step = self._foreseen(start)
+            if step is not None:
+                state.unfinished = 1
+                return step
         real = state.real
         fresh = not state.filled
         before = state.pages.seen - start
@@ -408,6 +435,36 @@ class PagedModelCache(Cache):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
         return Step(batch, past, fresh, pages.one_launch() if count == 1 else ())
+
+    def _foreseen(self, start: Tensor) -> Step | None:
+        """The next step of one token, which is then counted as seen; None where its batch must be
+        made by itself: on a device for which the host would wait, or with windows or plans.
+
+        start: as in `step_of`.
+        """
+        state, pages = self.state, self.state.pages
+        if type(start) is not Tensor or not start.is_cpu or state.real is not None:
+            return None
+        if count_dispatch_modes() or any(pages.windows) or pages.plan_of:
+            return None
+        seen, policy, ahead = int(pages.seen), _ACTIVE.key, state.ahead
+        known = (
+            ahead is not None
+            and 0 <= seen - ahead.seen < AHEAD
+            and policy == ahead.policy
+            and torch.equal(start, ahead.start)
+            and torch.equal(pages.pad, ahead.pad)
+        )
+        if ahead is None or not known:
+            batches = pages.steps(seen - start, AHEAD)
+            pages.advance(start, 1)
+            made = Ahead(seen, start, pages.pad.clone(), policy, batches, pages.one_launch())
+            state.ahead = ahead = made
+        else:
+            pages.seen.add_(1)
+        return Step(
+            ahead.batches[seen - ahead.seen], (None,) * len(pages.windows), False, ahead.one_launch
+        )
 
 
 def described(

@@ -29,7 +29,7 @@ from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.models.attention_modules import Match, Site
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
 from attnops.hf.private import PREPARE, changed
-from attnops.nn.absorb import absorbed_weights
+from attnops.nn.latent import absorbed_weights
 from attnops.ops.pages.plan import paged_layers
 
 # Of the largest number: how far two ways to unfold a latent may differ. Rounding of quantised

@@ -28,7 +28,7 @@ from attnops.graphs import Buckets, Graphed, breakable
 from attnops.graphs.compile_pieces import Inner
 from attnops.graphs.per_layer import NotRegional, Regions, Twin
 from attnops.graphs.stale import uncached_casts
-from attnops.hf.attention.mask import padding_of, tracing
+from attnops.hf.attention.descriptor import padding_of, tracing
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, Step

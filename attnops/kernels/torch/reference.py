@@ -12,7 +12,7 @@ from attnops.core.kernel import Capture, Inline, Invariant, Kernel, device, regi
 from attnops.core.problem import Problem
 from attnops.core.record import RECORDS
 from attnops.kernels.torch.by_request import by_request
-from attnops.measured import Roofline
+from attnops.measured.cost import products_us, written_us
 from attnops.ops.attention import reference as attention
 from attnops.ops.latent import reference as latent, rope_reference as rope
 from attnops.ops.metadata import reference as metadata
@@ -117,22 +117,6 @@ BY_HOST: tuple[Row, ...] = (
 )
 
 
-SLOWEST = Roofline(0.0, 0.05, 0.05, 0.02)
-
-
-def _written_us(p: Problem) -> float:
-    """The logits are written out in float32, and read several times."""
-    sizes = p.sizes
-    logits = max(p.q_heads, 1) * max(sizes.tokens.hint, 1) * max(sizes.context.hint, 1)
-    return 1000.0 + 32e-6 * logits
-
-
-def _products_us(p: Problem) -> float:
-    """More than the estimate of any kernel of attention at any size but flex's on a CPU, which
-    counts its compilation."""
-    return _written_us(p) + SLOWEST(p)
-
-
 LAUNCHES = 20
 """Torch ops of a fused body, about: tests/ops/test_fused_costs.py counts them."""
 
@@ -156,7 +140,7 @@ for _table, _inline in ((CALLED, None), (INLINE, Inline()), (BY_HOST, None)):
                 takes=frozenset(_takes.split()),
                 dtypes=_dtypes,
                 kv_dtypes=_kv_dtypes,
-                cost_us=_fused_us if _inline else _products_us if _multiplies else _written_us,
+                cost_us=_fused_us if _inline else products_us if _multiplies else written_us,
                 capture=Capture.NEVER if _table is BY_HOST else Capture.WHOLE,
                 invariant=Invariant((device("cpu"),) if _multiplies else ()),
                 judge=not _inline,  # a kernel that the compiler fuses in place is like any other

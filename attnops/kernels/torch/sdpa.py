@@ -51,13 +51,16 @@ def _sdpa(
     causal: bool = False,
 ) -> Tensor:
     """`[B, S, H, D]` in and out; see: `[B, S, K]`, mask: `[B, H, S, K]`."""
-    if surely(query.numel() * key.numel() == 0):
+    # Sizes that are numbers need no function to be known.
+    empty = query.numel() * key.numel() == 0
+    if empty is not False and surely(empty):
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     if see is not None or mask is not None:
         mask = _join(see, mask, query.dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     cpu = query.device.type == "cpu"
-    if cpu and surely(query.shape[1] == 1):
+    one = query.shape[1] == 1
+    if cpu and (one is True or surely(one)):
         return _one_token(q, k, v, mask, scale)
     if mask is not None and mask.dtype not in (torch.bool, query.dtype) and not cpu:
         # On CUDA a mask wider than the query is read as if it were of the query's dtype; all is
@@ -207,9 +210,8 @@ def paged_attention(call: paged.PagedAttention) -> None:
     else:
         before = ends - lengths_of(cu_seqlens)
     see = visible(queries, keys, before, None, ends, rules)
-    key, value = (
-        in_range(gather_pages(x, table), None, ends) for x in (call.k_pages, call.v_pages)
-    )
+    key = in_range(gather_pages(call.k_pages, table), None, ends)
+    value = in_range(gather_pages(call.v_pages, table), None, ends)
     if alone:
         mask = None if mask is None else mask[:, None, None, :keys]
         out = _sdpa(query[:, None], key, value, call.scale, see, mask)[:, 0]

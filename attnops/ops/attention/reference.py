@@ -40,6 +40,7 @@ from attnops.core.tensors import (
     visible,
     wide,
     wide_query,
+    write_results,
 )
 
 if TYPE_CHECKING:
@@ -383,3 +384,20 @@ def merge_gradients(
             more + (g * (held - merged.to(wide)[:, None])).sum(-1),
         )
     return found, (shares * more).to(lses.dtype)
+
+
+def attend_pages(
+    call: PagedAttention | MlaAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    temperature: Tensor | None = None,
+) -> None:
+    """Write output and lse of a call, given its query `[T, ...]` and its gathered pages
+    `[B, K, H, D]`, in the accumulation dtype."""
+    ends = call.seq_lens.long()
+    mask = padded_mask(call.mask, call.cu_seqlens_q, call.max_seqlen_q, key.shape[1])
+    key, value = in_range(key, None, ends), in_range(value, None, ends)
+    write_results(
+        call, *over_requests(call, query, key, value, ends, mask, Rules.of(call), temperature)
+    )

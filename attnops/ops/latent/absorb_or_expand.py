@@ -249,22 +249,22 @@ def kernel_for(op: str, name: str | None) -> str | None:
     return own_kernel(op, name)
 
 
-_WATCHERS: list[Callable[[FormDecision], None]] = []
+FORM_WATCHERS: list[Callable[[FormDecision], None]] = []
 
 
 def watch_forms(watcher: Callable[[FormDecision], None]) -> Callable[[], None]:
     """Call `watcher(decision)` for every eager call that has a form. Returns a function that
     removes the watcher."""
-    _WATCHERS.append(watcher)
-    return lambda: _WATCHERS.remove(watcher)
+    FORM_WATCHERS.append(watcher)
+    return lambda: FORM_WATCHERS.remove(watcher)
 
 
 def tell(told: Callable[[], tuple[LatentForms, int]]) -> None:
     """Report a layer and its new tokens a request to the watchers. `told` is evaluated only if
     there are any."""
-    if _WATCHERS:
+    if FORM_WATCHERS:
         decision = latent_form(*told())
-        for watcher in tuple(_WATCHERS):
+        for watcher in tuple(FORM_WATCHERS):
             watcher(decision)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnops.core.tensors import dequantise, gather_pages, quantise, store, without_holes
-from attnops.ops.pages.reference import attend_pages
+from attnops.ops.attention.reference import attend_pages
 
 if TYPE_CHECKING:
     from attnops.ops.latent.record import MlaAttention, WriteLatent

@@ -6,27 +6,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from attnops.core.tensors import (
-    Rules,
     dequantise,
     gather_pages,
-    in_range,
-    padded_mask,
-    quantise,
     result_dtype,
     store,
     wide_query,
     without_holes,
-    write_results,
+    write_kv as write_kv,
 )
-from attnops.ops.attention.reference import over_requests
+from attnops.ops.attention.reference import attend_pages
 
 if TYPE_CHECKING:
-    from attnops.ops.latent.record import MlaAttention
     from attnops.ops.pages.plan import PlanMlaAttention, PlanPagedAttention
-    from attnops.ops.pages.record import CopyKV, PagedAttention, WriteKV
+    from attnops.ops.pages.record import CopyKV, PagedAttention
 
 
 def paged_attention(call: PagedAttention) -> None:
@@ -36,29 +30,6 @@ def paged_attention(call: PagedAttention) -> None:
     pages = (call.k_pages, call.k_scale), (call.v_pages, call.v_scale)
     key, value = (dequantise(gather_pages(x, call.page_table), scale, like) for x, scale in pages)
     attend_pages(call, wide_query(call.query, call.q_scale), key, value, call.temperature)
-
-
-def attend_pages(
-    call: PagedAttention | MlaAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    temperature: Tensor | None = None,
-) -> None:
-    """Write output and lse of a call, given its query `[T, ...]` and its gathered pages
-    `[B, K, H, D]`, in the accumulation dtype."""
-    ends = call.seq_lens.long()
-    mask = padded_mask(call.mask, call.cu_seqlens_q, call.max_seqlen_q, key.shape[1])
-    key, value = in_range(key, None, ends), in_range(value, None, ends)
-    write_results(
-        call, *over_requests(call, query, key, value, ends, mask, Rules.of(call), temperature)
-    )
-
-
-def write_kv(call: WriteKV) -> None:
-    """The reference of `attnops.write_kv`."""
-    store(call.k_pages, quantise(call.key, call.k_scale, call.k_pages.dtype), call.slots)
-    store(call.v_pages, quantise(call.value, call.v_scale, call.v_pages.dtype), call.slots)
 
 
 def copy_kv(call: CopyKV) -> None:
