@@ -1,5 +1,6 @@
 """One seed, one thread, one clean compiler for every test."""
 
+import atexit
 import gc
 import os
 import random
@@ -106,10 +107,9 @@ def pytest_collection_finish() -> None:
     # looks for cycles at every 700th object.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # for libraries that report as leaked what is left at the end
+    # For libraries that report as leaked what is left at the end, and after pytest has looked for
+    # garbage ten times.
+    atexit.register(gc.unfreeze)
 
 
 def _no_latency(*_: object) -> float:
