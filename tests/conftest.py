@@ -1,5 +1,6 @@
 """One seed, one thread, one clean compiler for every test."""
 
+import atexit
 import gc
 import os
 import random
@@ -23,6 +24,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # No line tables for profilers, a seventh of what g++ takes.
 os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+# Dynamo remembers what torch's own ops give fake tensors, and nothing of ours. Where sizes are open
+# five look-ups of six miss, and a miss takes longer than the answer.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+# Dynamo looks for garbage after each trace. Tests that ask what is freed do so themselves.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # Colours and a width of their own in what commands print.
 for _name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
     os.environ.pop(_name, None)
@@ -101,10 +107,13 @@ def pytest_collection_finish() -> None:
     # looks for cycles at every 700th object.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    # For libraries that report as leaked what is left at the end, and after pytest has looked for
+    # garbage ten times.
+    atexit.register(gc.unfreeze)
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # for libraries that report as leaked what is left at the end
+def _no_latency(*_: object) -> float:
+    return 0.0
 
 
 # Only what is loaded is seeded and reset: a test of data alone shall not wait for torch.
@@ -116,6 +125,9 @@ def _same_start() -> Iterator[None]:
         # longer than many a test takes.
         (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
         torch.set_num_threads(1)
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        # For a log line, and it empties the processor's caches at every trace.
+        vars(guards)["profile_guard_manager"] = _no_latency
     if errors := sys.modules.get("attnops.core.errors"):
         errors._WARNED.clear()  # what is said once a process is said in each test
     yield

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from attnops.graphs.streams import LastStream
@@ -24,7 +23,14 @@ ALLOCATIONS = ("aten::empty", "aten::new_empty")
 
 
 def tensors(x):
-    return [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
+    """Those of an operator's arguments or results. (torch's pytrees take ten times as long.)"""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, (tuple, list)):
+        return []
+    return [t for each in x for t in tensors(each)]
 
 
 def storage(t):
@@ -33,7 +39,18 @@ def storage(t):
 
 def alias(x):
     """The same memory in other objects, so that who else holds it can be told."""
-    return pytree.tree_map_only(Tensor, Tensor.detach, x)
+    if isinstance(x, Tensor):
+        return x.detach()
+    if isinstance(x, dict):
+        return {name: alias(each) for name, each in x.items()}
+    if isinstance(x, (tuple, list)):
+        return [alias(each) for each in x]
+    return x
+
+
+def unheld(entry):
+    """Whether nobody holds memory that a capture made."""
+    return all(ref() is None for ref in entry[1])
 
 
 def poison(t):
@@ -42,30 +59,39 @@ def poison(t):
 
 class Recorded:
     """log: what was done, as (name, addresses of what it reads). over: memory that it may have used
-    anew."""
+    anew. held: what somebody holds, with references."""
 
-    def __init__(self, device, over):
+    def __init__(self, device):
         self.device = device
-        self.over = over
+        self.held = [*device.made.values()]
+        self.over = self.dead()
         self.work = []
         self.log = []
         self.replays = 0
         self.alive = True
         self.bytes = 0
-        self.dead = {storage(t) for t in over}
+
+    def dead(self):
+        """Memory that nobody holds any more."""
+        found = [entry[0] for entry in self.held if unheld(entry)]
+        if found:
+            self.held = [entry for entry in self.held if not unheld(entry)]
+        return found
 
     def add(self, name, run, args, out):
-        given = {storage(t) for t in tensors(args)}
-        if {storage(t) for t in tensors(out)} - given:
-            self.work.extend(("dies", None, t) for t in self.device.dead(self.dead))
-        self.log.append((name, tuple(t.data_ptr() for t in tensors(args))))
-        for t in tensors(out):
-            if storage(t) not in given:
-                self.device.made[storage(t)] = (alias(t), [])
+        read, results, made = tensors(args), tensors(out), self.device.made
+        given = {storage(t) for t in read}
+        if {storage(t) for t in results} - given:
+            self.work.extend(("dies", None, [t]) for t in self.dead())
+        self.log.append((name, tuple(t.data_ptr() for t in read)))
+        for t in results:
+            if (at := storage(t)) not in given:
+                made[at] = (alias(t), [])
+                self.held.append(made[at])
                 self.bytes += t.nbytes
-            if storage(t) in self.device.made:
-                self.device.made[storage(t)][1].append(weakref.ref(t))
-        self.work.append((name, run, alias(out)))
+            if at in made:
+                made[at][1].append(weakref.ref(t))
+        self.work.append((name, run, alias(results)))
 
     def replay(self):
         assert self.alive, "a graph was replayed after reset()"
@@ -76,10 +102,10 @@ class Recorded:
             poison(t)
         for name, run, out in self.work:
             if name.startswith(("dies", *ALLOCATIONS)):
-                for t in tensors(out):
+                for t in out:
                     poison(t)
                 continue
-            for old, new in zip(tensors(out), tensors(run()), strict=True):
+            for old, new in zip(out, tensors(run()), strict=True):
                 if old.data_ptr() != new.data_ptr():
                     assert old.shape == new.shape, f"{name}: the shape depends on data"
                     old.copy_(new)
@@ -120,7 +146,7 @@ class StandIn:
     def begin(self):
         assert self.open is None, "begin() within a capture"
         self.calls.append("begin")
-        self.open = Recorded(self, self.dead(set()))
+        self.open = Recorded(self)
         self.watch(True)
 
     def watch(self, on):
@@ -129,16 +155,6 @@ class StandIn:
         assert (self.recorder in above) is not on
         for mode in reversed([m for m in above if m is not self.recorder] + [self.recorder] * on):
             _push_mode(mode)
-
-    def dead(self, known):
-        """Memory that nobody holds, which is then `known` to be so."""
-        found = [
-            t
-            for at, (t, holders) in self.made.items()
-            if at not in known and not any(ref() is not None for ref in holders)
-        ]
-        known.update(map(storage, found))
-        return found
 
     def call(self, op, args, kwargs):
         out = op(*args, **kwargs)
@@ -157,7 +173,7 @@ class StandIn:
             self.watch(False)
             out = call(*given)
             self.watch(True)
-            self.open.work.append(("call", lambda: call(*given), out))
+            self.open.work.append(("call", lambda: call(*given), tensors(out)))
             return out
 
         return one

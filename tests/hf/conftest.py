@@ -27,12 +27,16 @@ def _families(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _few_objects():
+def _few_objects(monkeypatch):
+    from attnops.graphs import cuda_graphs
+
     # attnops.patch asks the collector who else holds a config, and that looks at every object that
     # is not frozen: a million where models have been compiled, which takes longer than the rest of
     # most tests here.
     gc.collect()
     gc.freeze()
+    # Nor does each capture count them, which takes as long.
+    monkeypatch.setattr(cuda_graphs, "_frozen", True)
 
 
 @pytest.fixture

@@ -236,7 +236,9 @@ def test_models_that_run_as_stock_say_why(name, spoil, why, chosen):
         if chosen
         else pytest.warns(NotFast, match=f"{type(model).__name__} has no pages.*{why}")
     )
-    with attnops.patch(model, decode=auto()) as handle:
+    # A compiled forward is told by its name; to trace it says no more.
+    eagerly = torch.compiler.set_stance("force_eager")
+    with eagerly, attnops.patch(model, decode=auto()) as handle:
         with told:
             model.generate(ids, max_new_tokens=3, do_sample=False)
         model.generate(ids, max_new_tokens=3, do_sample=False)  # a second warning would be an error

@@ -149,16 +149,10 @@ def test_chunks(small_pages, bounds):
         assert pair.took.prompt == "compiled" and len(layers(pair)) == 2
 
 
-def test_the_first_part_of_a_long_request_in_a_graph(small_pages, bounds):
-    """It ends no request, so that it gives no logits."""
-    bounds((12,), chunk=12)
-    with by_hand() as pair:
-        assert called(pair, pair.handle.new_cache(2, 24), tokens(2, 20))[0] == "captured"
-
-
 @pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
-def test_a_prompt_tries_one_capture_that_fails(bounds):
-    """The three tries are those of three prompts, and not of three chunks of one."""
+def test_a_prompt_tries_one_capture_that_fails(small_pages, bounds):
+    """The three tries are those of three prompts, and not of three chunks of one. The first part of
+    a long request ends none, so that it gives no logits."""
     bounds((12,), chunk=12)
     device = Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 0)
     with by_hand(graphs=device) as pair:
@@ -166,6 +160,7 @@ def test_a_prompt_tries_one_capture_that_fails(bounds):
         for took in ("compiled", "compiled", "captured"):
             assert called(pair, pair.handle.new_cache(4, 12), tokens(4, 10))[0] == took
         assert device.tried == 2 and not pair.decoder.prompts.failures.passing
+        assert called(pair, pair.handle.new_cache(2, 24), tokens(2, 20))[0] == "captured"
 
 
 @pytest.mark.sweep(6)

@@ -42,6 +42,7 @@ def _prepare(interpret: bool) -> None:
     torch.set_num_threads(1)
     if interpret:
         import numpy
+        from triton.language import core
         from triton.runtime import interpreter
 
         numpy.seterr(all="ignore")  # log2(0) is what is meant
@@ -81,6 +82,20 @@ def _prepare(interpret: bool) -> None:
                 numpy_types[name] = numpy_type(kind)
             return numpy_types[name]
 
+        shapes, block_type = dict[tuple[int, ...], Any](), core.block_type.__init__
+
+        def block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+            # Triton checks the shape of every result and writes it out, an eighth of the time it
+            # takes.
+            sizes = tuple([getattr(size, "value", size) for size in shape])
+            if sizes not in shapes:
+                block_type(self, element_ty, shape)
+                shapes[sizes] = self.shape, self.numel, str(self.shape)
+            self.element_ty = element_ty
+            self.shape, self.numel, written = shapes[sizes]
+            self.name = f"<{written}, {element_ty}>"
+
+        core.block_type.__init__ = block_type_once
         interpreter._patch_lang_tensor, interpreter._patch_lang = patched, patched_once
         interpreter._get_np_dtype = numpy_type_once
         interpreter.InterpreterBuilder.create_splat = splat
