@@ -102,6 +102,7 @@ def _call(d: Decision) -> dict[str, Any]:
         "problem": d.problem.summary(),
         "kernel": d.kernel.name if d.kernel else None,
         "by_judge": d.by_judge,
+        "awaited": d.awaited,
         "can_run": list(d.passed_over),
         "never_run": [name for name in d.costs if d.untried(name)],
         "cost_us": {name: {"us": _short(c.us), "how": c.how} for name, c in d.costs.items()},

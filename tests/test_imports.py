@@ -116,6 +116,16 @@ def test_one_file_reads_the_environment():
     assert not found
 
 
+def test_variables_of_other_packages_say_where_they_keep_files():
+    found = {
+        name
+        for path in sources().values()
+        for name in re.findall(r"foreign_variable\((.*?)\)", path.read_text())
+    }
+    own = "name: str"
+    assert found == {own, '"FLASHINFER_WORKSPACE_BASE"', '"FLASHINFER_CUDA_ARCH_LIST"'}
+
+
 def test_there_are_at_most_two_switches():
     text = (ROOT / "attnops" / "measured" / "store.py").read_text()
     assert len({*re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+)"', text)}) <= SWITCHES

@@ -14,6 +14,7 @@ from attnops.adapters.handle import MARK, PATCHING, Handle
 from attnops.adapters.replicas import place, take_back
 from attnops.adapters.report import PATCHED, Report, Row, Verification
 from attnops.adapters.served import put_in_place, served
+from attnops.core import builds
 from attnops.core.errors import PatchError, fail, one_line
 from attnops.nn.class_swap import Swap
 
@@ -133,6 +134,7 @@ class Swapped(Handle):
         notes = [
             "in training mode, layers with attention dropout above 0 are computed by torch",
             *(c.note for c in self.changes if c.note),
+            *builds.notes(),
         ]
         return Report(
             type(self.model).__name__, self.kernel, self._rows, tuple(dict.fromkeys(notes))

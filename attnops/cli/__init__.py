@@ -1,5 +1,5 @@
-"""The command `attnops`: `doctor`, `explain`, `tune`, `bench`, `demo`. Needs typer and rich, which
-the extra `cli` installs."""
+"""The command `attnops`: `doctor`, `explain`, `tune`, `build`, `bench`, `demo`. Needs typer and
+rich, which the extra `cli` installs."""
 
 from __future__ import annotations
 

@@ -219,6 +219,42 @@ def tune(
 
 
 @app.command()
+def build(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="Modules as messages name them, such as fa3:bfloat16:64, or models as `attnops "
+            "explain` takes them; an unknown one lists the modules."
+        ),
+    ],
+    kernel: Annotated[
+        str,
+        typer.Option(
+            help="For a model, what this kernel needs for its calls; default what is faster there."
+        ),
+    ] = "",
+    batch: Annotated[int, typer.Option(help="Sequences of a model's calls.")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each prompt of a model's calls.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of a model: bfloat16 or float16.")] = "bfloat16",
+    at_once: Annotated[int, typer.Option(help="Modules that are built side by side.", min=1)] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Build FlashInfer's modules with nvcc, so that its kernels can be chosen. Exit code 1: one was
+    not built."""
+    from attnops.cli.build import failed, run
+
+    sizes: dict[str, Any] = {"batch": batch, "tokens": tokens, "dtype": dtype}
+    report = _reported(
+        as_json,
+        lambda console: run(console, tuple(what), kernel=kernel, at_once=at_once, **sizes),
+    )
+    if failed(report):
+        raise typer.Exit(1)
+
+
+@app.command()
 def bench(
     suites: Annotated[
         list[str] | None,

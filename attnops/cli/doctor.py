@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -11,15 +12,18 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from attnops.cli.features import ops_of_kernels, why_not
+from attnops.cli.features import ops_of_kernels, problems, why_not
 from attnops.cli.tables import Data, new_table, refusal
 from attnops.core.adapt import origin
 from attnops.core.kernel import Kernel, all_kernels, broken_kernels, kernels_of
 from attnops.core.needs import Package
-from attnops.core.problem import Target
-from attnops.core.select import active_policy
+from attnops.core.problem import Problem, Target, altered
+from attnops.core.select import active_policy, select
+from attnops.core.traits import Unbuilt
+from attnops.kernels.flashinfer.libraries import COMMAND
 from attnops.measured import in_force
 from attnops.measured.table import version_of
+from attnops.testing.timed_calls import problem_at
 from attnops.version import VERSION
 
 LOOKED_FOR = ("triton", "transformers")
@@ -31,6 +35,7 @@ def examine() -> Data:
     machine: versions and devices, None for absent packages. policy: the policy in force, "" for
     none. table: see `measured_times`.
     broken: third-party modules that could not be loaded, and why. install: see `best_install`.
+    build: see `best_build`.
     """
     target = Target.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     kernels = [
@@ -40,6 +45,7 @@ def examine() -> Data:
             "backend": backend_of(k),
             "usable": not (reasons := why_not(k, target)),
             "reasons": [refusal(r) for r in reasons],
+            "unbuilt": [] if reasons else _unbuilt(k, target),
             "packages": list(k.versions()),
             "about": k.about,
         }
@@ -55,7 +61,61 @@ def examine() -> Data:
         "kernels": kernels,
         "broken": broken,
     }
-    return found | {"install": best_install(target)}
+    build = best_build(target) if any(k["unbuilt"] for k in kernels) else None
+    return found | {"install": best_install(target), "build": build}
+
+
+def _unbuilt(kernel: Kernel, target: Target) -> list[str]:
+    """The modules that are not built of those that typical calls of a kernel would load."""
+    taken = (p for p in problems(kernel.op, target) if not kernel.refusals(_planned(p)))
+    reasons = (reason for p in taken for reason in kernel.unbuilt(p))
+    words = (word for r in reasons if isinstance(r, Unbuilt) for word in r.modules)
+    return list(dict.fromkeys(words))
+
+
+def _planned(problem: Problem) -> Problem:
+    """A call that brings what a kernel may ask for."""
+    return altered(problem, plan="host", workspace=1 << 62) if problem.page_size else problem
+
+
+def best_build(target: Target) -> Data | None:
+    """The command that builds what calls would take, were it built, and `op.kernel` of these; None
+    if they would take nothing.
+
+    The calls are typical ones, and those that the table in force has times of.
+    """
+    words: dict[str, None] = {}
+    kernels: dict[str, None] = {}
+    for kernel, problem in (*_awaited_typically(target), *_fastest_measured(target)):
+        for reason in kernel.unbuilt(problem):
+            if isinstance(reason, Unbuilt):
+                words |= dict.fromkeys(reason.modules)
+                kernels[f"{problem.op}.{kernel.name}"] = None
+    return {"command": f"{COMMAND} {' '.join(words)}", "kernels": [*kernels]} if words else None
+
+
+def _awaited_typically(target: Target) -> Iterator[tuple[Kernel, Problem]]:
+    """The kernels that typical calls would take, were they built, with the call."""
+    ops = dict.fromkeys(k.op for k in all_kernels() if k.built and not k.absences(target))
+    for problem in (_planned(p) for op in ops for p in problems(op, target)):
+        if awaited := select(problem).awaited:
+            yield kernels_of(problem.op)[awaited], problem
+
+
+def _fastest_measured(target: Target) -> Iterator[tuple[Kernel, Problem]]:
+    """The kernels to be built that are the fastest of those here at a point of the table in force,
+    with the call. Times are compared and nothing is selected, which would take many seconds."""
+    table = in_force(target).table
+    for grid in table.grids if table is not None else ():
+        known = kernels_of(grid.kind.op)
+        here = [n for n in grid.us if n in known and not known[n].absences(target)]
+        if not any(known[n].built for n in here):
+            continue
+        for at, *times in zip(grid.points(), *(grid.us[n] for n in here), strict=True):
+            timed = [(us, n) for us, n in zip(times, here, strict=True) if us is not None]
+            best = known[min(timed)[1]] if timed else None
+            if best is not None and best.built:
+                yield best, problem_at(grid.kind, at, target)
 
 
 def backend_of(kernel: Kernel) -> str:
@@ -173,7 +233,7 @@ def machine() -> Data:
 
 
 def summary(report: Data, console: Console) -> None:
-    """Print the report of `examine` in five lines."""
+    """Print the report of `examine` in five lines, or six where something is to be built."""
     facts, kernels, install = report["machine"], report["kernels"], report["install"]
     runs = Counter(k["backend"] for k in kernels if k["usable"])
     counts = (
@@ -205,6 +265,9 @@ def summary(report: Data, console: Console) -> None:
         "kernels": counts,
         "install": adds,
     }
+    if (build := report["build"]) is not None:
+        names = ", ".join(build["kernels"])
+        lines["build"] = f"{build['command']}: for some calls {names} would then be the fastest"
     for name, text in lines.items():
         console.print(f"[bold]{name:<9}[/]{escape(text)}", soft_wrap=True)
     if report["broken"]:
@@ -247,13 +310,20 @@ def show(report: Data, console: Console) -> None:
             k["op"] if k["op"] != before["op"] else "",
             k["kernel"],
             answer,
-            reasons or f"[dim]{escape(k['about'])}[/]",
+            reasons or f"[dim]{escape(k['about'])}[/]{escape(_to_build(k))}",
         )
     console.print(table)
     for source, reason in report["broken"].items():
         console.print(
             f"[red]could not be loaded[/]: {escape(source)}: {escape(reason)}", highlight=False
         )
+
+
+def _to_build(kernel: Data) -> str:
+    """What is not built of a usable kernel, and the command."""
+    if not kernel["unbuilt"]:
+        return ""
+    return f"\nnot chosen for all calls until built: {COMMAND} {' '.join(kernel['unbuilt'])}"
 
 
 def _times(table: Data) -> str:

@@ -81,7 +81,8 @@ def _decision(decision: Decision) -> Table:
         name = decision.kernel.name
         table.add_row(
             f"[bold {colour}]{name}[/]",
-            f"[{colour}]chosen{judged}[/]{decision.measured}{decision.untried(name)}",
+            f"[{colour}]chosen{judged}[/]{decision.measured}{decision.untried(name)}"
+            f"{escape(decision.build)}",
         )
     else:
         table.add_row("[bold red]none[/]", "[red]no kernel takes this call[/]")

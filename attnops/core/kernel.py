@@ -37,16 +37,19 @@ from attnops.core.needs import (
 from attnops.core.problem import Problem, Refusal, Target, altered
 from attnops.core.record import RECORDS, name as name_of
 from attnops.core.traits import (
+    Built,
     Capture,
     Core,
     Inline,
     Invariant,
     Plan,
     Tolerance,
+    Unbuilt,
     check_fields,
 )
 
 __all__ = [
+    "Built",
     "Capture",
     "CONTRACT",
     "Core",
@@ -57,6 +60,7 @@ __all__ = [
     "Package",
     "Plan",
     "Tolerance",
+    "Unbuilt",
     "all_kernels",
     "all_of",
     "arch",
@@ -119,6 +123,7 @@ class Kernel:
     repeats: further demands on the Problem for equal bits at every run, where its field
     `repeatable`
         asks for them. None: never, for programs add to a number in the order in which they come.
+    built: None: nothing must be built on the user's machine before a call.
     contract: the version that the kernel was written for.
     """
 
@@ -143,6 +148,7 @@ class Kernel:
     contract: int = CONTRACT
     about: str = ""
     repeats: tuple[Need, ...] | None = ()
+    built: Built | None = None
 
     def __post_init__(self) -> None:
         if not takes_a_call(self.run):
@@ -213,6 +219,10 @@ class Kernel:
             unmet = self._asked("workspace_bytes", (self._enough,), problem)
         out = absences + unmet or self._asked("inline.when", (self._placed,), problem)
         return out or self._asked("cost_us", (self._priced,), problem)
+
+    def unbuilt(self, problem: Problem) -> tuple[Refusal, ...]:
+        """Why an automatic choice shall not take the kernel yet, though it can run."""
+        return () if self.built is None else self._asked("built", (self.built.lacks,), problem)
 
     def varies(self, problem: Problem) -> tuple[Refusal, ...]:
         """Why a request's result may depend on its batch mates, whatever the policy. Empty: under a
@@ -310,8 +320,12 @@ class Kernel:
         return self.inline == Inline()
 
     def absences_key(self) -> str:
-        """Is the kernel installed on the machine at hand, as a word for cache keys."""
-        return ";".join(map(str, self.absences(Target()))) if self.packages else "own"
+        """Is the kernel installed on the machine at hand, and what is built of it, as a word for
+        cache keys."""
+        if not self.packages:
+            return "own"
+        absent = ";".join(map(str, self.absences(Target())))
+        return absent or (self.built.state() if self.built is not None else "")
 
     def versions(self) -> tuple[str, ...]:
         """`module==version` of its packages, or of those that serve in their place, for cache keys

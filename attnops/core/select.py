@@ -18,6 +18,7 @@ from itertools import chain
 from math import inf
 from typing import Any
 
+from attnops.core.builds import wish
 from attnops.core.errors import InvalidInput, NoKernel, UnknownKernel, fail
 from attnops.core.kernel import (
     Failed,
@@ -29,6 +30,7 @@ from attnops.core.kernel import (
     kernels_of,
 )
 from attnops.core.problem import Extent, Extents, Problem, Refusal, altered
+from attnops.core.traits import Unbuilt
 from attnops.measured import (
     ESTIMATED,
     MEASURED,
@@ -130,8 +132,11 @@ def _check_names(policy: Policy) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """The kernel chosen for a problem, and every refusal of the others. costs: the time of each
-    that can run."""
+    """The kernel chosen for a problem, and every refusal of the others.
+
+    costs: the time of each that can run. awaited: the kernel that would be chosen, were it built;
+    "" for none.
+    """
 
     problem: Problem
     policy: Policy
@@ -139,6 +144,7 @@ class Decision:
     refused: Mapping[str, tuple[Refusal, ...]]
     passed_over: tuple[str, ...] = ()
     costs: Mapping[str, Cost] = field(default_factory=dict)
+    awaited: str = ""
 
     @property
     def by_judge(self) -> str:
@@ -209,6 +215,13 @@ class Decision:
         cost = self.costs.get(self.kernel.name) if self.kernel is not None else None
         return f", {cost}" if cost is not None and cost.timed else ""
 
+    @property
+    def build(self) -> str:
+        """`; flashinfer is to be chosen once it is built: attnops build ...`, else nothing."""
+        if not self.awaited:
+            return ""
+        return f"; {self.awaited} once it is built: {self.refused[self.awaited][0].want}"
+
     def __str__(self) -> str:
         head = (
             f"{self.problem.op} on {self.problem.target} -> "
@@ -218,6 +231,7 @@ class Decision:
         head += self.untried(self.kernel.name) if self.kernel else ""
         if self.kernel and self.kernel.unrepeated(self.problem):
             head += "; its bits may differ from run to run"
+        head += self.build
         lines = [f"  not {n}: {'; '.join(map(str, rs))}" for n, rs in self.refused.items()]
         slower = [
             f"  not {n}: can run, {self.why_not(n)}{self.untried(n)}" for n in self.passed_over
@@ -254,6 +268,11 @@ def select_by(
         decision = replace(anyhow, problem=problem)
     if has_failed(decision):
         return decision
+    for name, reasons in decision.refused.items():
+        for reason in reasons:
+            if isinstance(reason, Unbuilt):
+                kernel = kernels_of(problem.op)[name]
+                wish(kernel, _seen(problem, policy), reason, name == decision.awaited)
     with _KEEPING:
         if len(_DECISIONS) >= MOST:
             del _DECISIONS[next(iter(_DECISIONS))]
@@ -301,14 +320,13 @@ def has_failed(decision: Decision) -> bool:
 
 def _decide(problem: Problem, policy: Policy, table: Table | None, brief: bool) -> Decision:
     _check_names(policy)
-    seen = without_sizes(problem) if policy.deterministic else problem
+    seen = _seen(problem, policy)
     forced, kernels = policy.forced(problem.op), kernels_of(problem.op)
     against = {
         name: _against(kernel, seen, policy, forced, brief) for name, kernel in kernels.items()
     }
     fits = [kernels[name] for name, reasons in against.items() if not reasons]
-    needed = _invariant_costs(seen, fits) if policy.deterministic else _costs(problem, fits, table)
-    ranked = _ranked(problem, policy, fits, needed)
+    needed, ranked = _in_order(problem, policy, fits, table)
     refused = {name: reasons for name, reasons in against.items() if reasons}
     return Decision(
         problem,
@@ -317,15 +335,52 @@ def _decide(problem: Problem, policy: Policy, table: Table | None, brief: bool) 
         refused,
         tuple(k.name for k in ranked[1:]),
         needed,
+        _awaited(problem, policy, table, fits, refused),
     )
+
+
+def _seen(problem: Problem, policy: Policy) -> Problem:
+    """The problem as its policy shows it to kernels."""
+    return without_sizes(problem) if policy.deterministic else problem
+
+
+def _awaited(
+    problem: Problem,
+    policy: Policy,
+    table: Table | None,
+    fits: list[Kernel],
+    refused: Mapping[str, tuple[Refusal, ...]],
+) -> str:
+    """The kernel that would be chosen, were it built; "" for none."""
+    kernels = kernels_of(problem.op)
+    waiting = [kernels[n] for n, reasons in refused.items() if isinstance(reasons[0], Unbuilt)]
+    if not waiting:
+        return ""
+    _, ranked = _in_order(problem, policy, [*fits, *waiting], table)
+    return ranked[0].name if ranked[0] in waiting else ""
+
+
+def _in_order(
+    problem: Problem, policy: Policy, kernels: list[Kernel], table: Table | None
+) -> tuple[dict[str, Cost], list[Kernel]]:
+    """(the time of each of these kernels, the kernels, the best first)."""
+    seen = _seen(problem, policy)
+    needed = (
+        _invariant_costs(seen, kernels) if policy.deterministic else _costs(problem, kernels, table)
+    )
+    return needed, _ranked(problem, policy, kernels, needed)
 
 
 def _against(
     kernel: Kernel, problem: Problem, policy: Policy, forced: str | None, brief: bool
 ) -> tuple[Refusal, ...]:
-    """The kernel's own reasons against the problem, then the policy's."""
+    """The kernel's own reasons against the problem, then the policy's; where there is none, what
+    is not built of a kernel that is not forced."""
     reasons = tuple(_policy_refusals(kernel, problem, policy, forced))
-    return reasons if brief and reasons else kernel.refusals(problem, brief) + reasons
+    if brief and reasons:
+        return reasons
+    against = kernel.refusals(problem, brief) + reasons
+    return against if against or forced is not None else kernel.unbuilt(problem)
 
 
 def _costs(problem: Problem, fits: list[Kernel], table: Table | None) -> dict[str, Cost]:

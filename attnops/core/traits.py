@@ -16,7 +16,7 @@ import torch
 from attnops.core.adapt import takes_a_call
 from attnops.core.errors import RegistrationError
 from attnops.core.needs import Need, Package
-from attnops.core.problem import Problem
+from attnops.core.problem import Problem, Refusal
 
 if TYPE_CHECKING:
     from attnops.core.kernel import Kernel
@@ -81,6 +81,30 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Unbuilt(Refusal):
+    """The kernel can run once `modules` are built, which takes longer than a call may wait. want:
+    the command that builds them."""
+
+    modules: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.got, self.want, self.modules)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel whose modules are built on the user's machine. An automatic choice takes it once
+    they are there.
+
+    lacks: what is not there of a Problem's modules; None: nothing. It may look at files, and is
+    asked only of a kernel that no policy forces. state: what is there, as a word for cache keys.
+    """
+
+    lacks: Callable[[Problem], Unbuilt | None]
+    state: Callable[[], str]
+
+
+@dataclass(frozen=True)
 class Tolerance:
     """How far results may be off. factor: on the numerics budget. rounded_sums: the lse adds up
     weights rounded to the query's dtype."""
@@ -99,7 +123,8 @@ def check_fields(kernel: Kernel) -> None:
             )
 
     kinds: dict[str, Any] = {"capture": Capture, "tolerance": Tolerance, "plan": Plan}
-    for name, kind in (kinds | {"inline": Inline | None, "invariant": Invariant | None}).items():
+    kinds |= {"inline": Inline | None, "invariant": Invariant | None, "built": Built | None}
+    for name, kind in kinds.items():
         want(
             isinstance(getattr(kernel, name), kind),
             name,

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from attnops.adapters.handle import MARK, PATCHING, Handle, refuse_nothing, refuse_other_options
 from attnops.adapters.replicas import place, take_back
 from attnops.adapters.report import PATCHED, Row, Verification
+from attnops.core import builds
 from attnops.core.errors import PatchError, UnknownKernel, fail, one_line
 from attnops.core.record import need
 from attnops.graphs import Graphed, Report as GraphReport
@@ -215,6 +216,7 @@ class Patched(Handle):
             rows.append(Row(site.path, type(site.module).__name__, *told))
         notes = notes_of(options, self._found, self._paged, self._proof, self._why)
         notes += tuple(note for part in self._parts if self.active for note in part.notes())
+        notes += builds.notes()
         return Report(
             type(self.model).__name__,
             options.kernel,

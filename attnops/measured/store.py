@@ -202,3 +202,8 @@ def cache_dir() -> Path:
     """`ATTNOPS_CACHE_DIR`: where tuning tables are kept. Default `~/.cache/attnops`. The folder is
     not created here."""
     return Path(os.environ.get("ATTNOPS_CACHE_DIR") or Path.home() / ".cache" / "attnops")
+
+
+def foreign_variable(name: str) -> str | None:
+    """A variable by which another package says where it keeps its files, and for which GPUs."""
+    return os.environ.get(name)

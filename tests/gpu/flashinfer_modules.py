@@ -18,8 +18,8 @@ import torch
 
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Problem, Target, altered, pretend
-from attnops.kernels.flashinfer.build import parse, timed
-from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, Module, Shape, path_of
+from attnops.kernels.flashinfer.build import module as parse
+from attnops.kernels.flashinfer.modules import FA2, FA3, NAMES, Module, library_of, module_of
 from attnops.testing import CASES
 
 OWN = (
@@ -35,29 +35,6 @@ OWN = (
 """What tests/gpu/test_flashinfer.py calls on SM90, and the module of most of the grid at size."""
 AT_ONCE = 3
 """Modules that are built side by side, each by several compilers of up to 4 GB."""
-
-
-def module_of(problem: Problem, queries: int) -> Module:
-    """The module of a paged or packed call, or of its plan."""
-    p, paged = problem, problem.op.endswith("paged_attention")
-    shape = Shape(
-        1,
-        1,
-        int(paged),
-        p.q_heads,
-        p.kv_heads,
-        p.head_dim,
-        p.v_head_dim,
-        p.page_size or 1,
-        p.dtype,
-        paged and queries <= 1,
-        p.rules.causal,
-        p.rules.window[0],
-        p.rules.softcap,
-        p.rules.sinks,
-        False,
-    )
-    return Module.of(shape, path_of(shape, p.target.arch, queries))
 
 
 @functools.cache
@@ -92,7 +69,7 @@ def others() -> dict[str, Callable[[], Any]]:
         for dtypes in ((bf16, bf16), (half, half), (bf16, e4m3))
     ]
     latents: dict[str, Callable[[], Any]] = {
-        f"mla {NAMES[p[0]]} {p[1]} {p[2]}": functools.partial(mla.load, *p) for p in pairs
+        f"mla {NAMES[p[0]]} {p[1]} {p[2]}": mla.library_of(*p).load for p in pairs
     }
     return latents | {
         f"xqa {name}": functools.partial(load, *point) for name, point in BUILT.items()
@@ -119,7 +96,7 @@ def main(arguments: list[str]) -> int:
         import flashinfer.prefill  # noqa: F401 - not first in several threads at once, which it does not survive
 
         rest = [
-            (str(module), functools.partial(timed, module))
+            (str(module), library_of(module).load)
             for module in sorted(wanted, key=lambda m: (-m.path, str(m)))
         ]  # the slow ones first
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from attnops.core.kernel import kernels_of
-from attnops.core.problem import altered
-from attnops.kernels.flashinfer import modules as fi
+from attnops.core.problem import Target, altered
+from attnops.kernels.flashinfer import libraries, modules as fi
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Pages, Source, make_call, planned
 from tests.checks import right
@@ -84,6 +84,15 @@ def test_the_planners_take_what_the_standins_take(file, name, ours):
     ):  # a macro after enable_pdl: the variant's own, here those of the sink
         want[-1:] = ["enable_pdl", "sink", "sm_scale"]
     assert parameters(ours) == want
+
+
+@pytest.mark.parametrize("path", fi.NAMES)
+def test_a_module_is_where_attnops_looks_for_it(path):
+    if path == fi.FA3 and Target.of(torch.device("cuda", 0)).arch != 90:
+        pytest.skip("FA3 needs SM90")
+    library = fi.library_of(fi.Module(path, BF16, 128, 128))
+    library.load()
+    assert libraries.PACKAGE.version() and not libraries.unbuilt((library,))
 
 
 def test_the_modules_functions_take_what_the_standins_take():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tests.standins.checks import ALL, LAST, architecture, check, laid_out
+from tests.standins.flashinfer_folder import keep
 from tests.standins.flashinfer_planners import (
     HALVES,
     I32,
@@ -219,9 +220,19 @@ def gen_batch_mla_module(
             BUILT.append(
                 (backend, dtype_q) if dtype_kv == dtype_q else (backend, dtype_q, dtype_kv)
             )
+            keep(_name(backend, dtype_q, dtype_kv))
             return Module(backend, dtype_q, dtype_kv)
 
     return Spec()
+
+
+def _name(backend, dtype, kv_dtype) -> str:
+    """As get_batch_mla_uri makes it (flashinfer/jit/attention/modules.py)."""
+    short = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
+    types = f"dtype_q_{short[dtype]}_dtype_kv_{short[kv_dtype]}_dtype_o_{short[dtype]}"
+    dims = "dtype_idx_i32_head_dim_ckv_512_head_dim_kpe_64"
+    sm90 = "_sm90" * (backend == "fa3")
+    return f"batch_mla_attention_{types}_{dims}_profiler_False_planabi2{sm90}"
 
 
 @contextmanager

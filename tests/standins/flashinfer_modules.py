@@ -19,6 +19,7 @@ import torch
 from attnops.core.problem import Target
 from tests.standins.body import attend, capped, logits_of, visible
 from tests.standins.checks import ALL, LAST, check, laid_out
+from tests.standins.flashinfer_folder import keep
 from tests.standins.flashinfer_planners import (
     CALLS,
     HALVES,
@@ -550,10 +551,26 @@ def _module(
     BUILT.append(
         (backend, dtype, kv_dtype, head_dim_qk, head_dim_vo, windowed, softcap, *sorted(functions))
     )
+    name = _name(about, sink_paged_run in functions.values(), backend == "decode")
+    keep(name)
     plan = {"decode": decode_plan, "fa2": fa2_plan, "fa3": fa3_plan}[backend]
-    return SimpleNamespace(
-        plan=plan, **{n: functools.partial(f, module=about) for n, f in functions.items()}
-    )
+    runs = {n: functools.partial(f, module=about) for n, f in functions.items()}
+    return SimpleNamespace(name=name, plan=plan, **runs)
+
+
+def _name(m: SimpleNamespace, sinks: bool, decode: bool) -> str:
+    """As get_batch_decode_uri and its fellows make it (flashinfer/jit/attention/modules.py)."""
+    short = {torch.float16: "f16", torch.bfloat16: "bf16"}[m.dtype]
+    dims = f"head_dim_qk_{m.head_dim_qk}_head_dim_vo_{m.head_dim_vo}"
+    types = f"dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32_{dims}"
+    sm90 = "_sm90" * (m.backend == "fa3")
+    flags = f"posenc_0_use_swa_{m.windowed}_use_logits_cap_{m.softcap}"
+    if decode:
+        return f"batch_decode_with_kv_cache_{types}_{flags}"
+    if sinks:
+        return f"batch_prefill_with_attention_sink_kv_cache_{types}_use_swa_{m.windowed}_{sm90}"
+    equal = "_kv_stride_equal" * (m.backend == "fa2")
+    return f"batch_prefill_with_kv_cache_{types}_{flags}_f16qk_False{sm90}{equal}"
 
 
 @functools.cache
@@ -575,9 +592,12 @@ def get_batch_prefill_module(backend, *args):
         f"{backend} {dims}",
     )
     found = _module(backend, *args[:-1], paged_run=paged_run, ragged_run=ragged_run)
-    found.prewarm_paged_kv_stride_variant = lambda variant="independent": CALLS.append(
-        f"{backend}.prewarm"
-    )
+
+    def prewarm(variant="independent"):
+        CALLS.append(f"{backend}.prewarm")
+        keep(found.name.removesuffix("_kv_stride_equal") + f"_paged_kv_stride_{variant}")
+
+    found.prewarm_paged_kv_stride_variant = prewarm
     return found
 
 

@@ -16,13 +16,11 @@ from attnops.core.problem import Target, pretend
 from attnops.core.record import changed
 from attnops.core.select import Policy, select
 from attnops.kernels.flashinfer import modules as fi
-from attnops.kernels.flashinfer.build import build, parse
 from attnops.kernels.shared.plan import FIRST, HEADER, MAGIC
 from attnops.ops import paged_layers, plan_paged_attention, plan_sizes
 from attnops.ops.pages.plan import statics_of, step_of
 from attnops.testing import Features, Pages, Source, make_call, planned
 from tests.checks import right
-from tests.gpu.flashinfer_modules import module_of
 from tests.lowering.models import compiled_code
 from tests.standins import flashinfer_modules as standin
 
@@ -232,21 +230,7 @@ def test_the_plan_loads_what_unlike_strides_need(sm90):
     assert sm90[2:] == ["fa2.paged_run"]
 
 
-def test_modules_in_words(sm90):
-    words = ["decode:bfloat16:128", "fa2:float16:64:window:sinks", "fa3:bfloat16:192x128:softcap"]
-    assert [str(parse(w)) for w in words] == words
-    for wrong in (
-        "fa4:bfloat16:64",
-        "fa2:float32:64",
-        "fa2:bfloat16:x",
-        "fa2:bfloat16:64:sink",
-        "fa2",
-        "",
-    ):
-        with pytest.raises(InvalidInput, match=r"^module: got"):
-            parse(wrong)
-    made = build([parse(w) for w in words[:2]] * 2)
-    assert sorted(map(str, made)) == words[:2] and len(standin.BUILT) == 2
+def test_the_module_of_a_call_is_the_one_that_is_built(sm90):
     for call in (
         paged(),
         paged((1, 1), (4, 4)),
@@ -258,7 +242,7 @@ def test_modules_in_words(sm90):
         made = planned(kernel, call)
         kernel.run(made.record)
         [(backend, dtype, _, d, dv, *flags)] = [(b[0], *b[1:7]) for b in standin.BUILT]
-        assert module_of(call.problem, call.arguments["max_seqlen_q"]) == (
+        assert fi.module_of(call.problem, call.arguments["max_seqlen_q"]) == (
             {n: p for p, n in fi.NAMES.items()}[backend],
             dtype,
             d,

@@ -8,7 +8,7 @@ import torch
 
 from attnops.core.kernel import all_kernels, kernels_of
 from attnops.core.problem import Target
-from attnops.kernels.flashinfer import modules
+from attnops.kernels.flashinfer import libraries, modules
 from attnops.kernels.sgl import sources, wheel
 from tests.helpers import ROOT
 from tests.standins.schemas import BY_NAME
@@ -123,7 +123,7 @@ def test_what_is_absent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [str(r) for r in kernel.absences(nowhere)] == [said]
     fa3 = f"package=sgl_kernel missing (wants {wheel.hint(torch.__version__, '0.4.2')})"
     assert [str(r) for r in kernels_of("mla_attention")["fa3"].absences(nowhere)] == [fa3]
-    package = modules.PACKAGE
+    package = libraries.PACKAGE
     assert (
         package.has("0.7.2.post1")
         and not package.has("0.6.13")

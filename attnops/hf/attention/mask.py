@@ -44,7 +44,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, eager_mask, sdpa_mask
 
-from attnops.core.private_torch import capturing
+from attnops.core.private_torch import FakeTensor, capturing
 from attnops.core.tracers import is_recorded
 from attnops.hf.attention import descriptor, packed, positions
 from attnops.hf.attention.descriptor import (

@@ -33,6 +33,7 @@ from attnops.core.kernel import (
 from attnops.core.problem import Target
 from attnops.core.tensors import no_lse
 from attnops.kernels.flashinfer import modules as fi
+from attnops.kernels.flashinfer.libraries import PACKAGE, built_by
 from attnops.kernels.flashinfer.modules import I32, LN2, Layout, Places, Shape, gapless
 from attnops.kernels.shared.plan import (
     HEADER,
@@ -321,7 +322,8 @@ _flashinfer = functools.partial(
     Kernel,
     "flashinfer",
     dtypes=fi.HALVES,
-    packages=(fi.PACKAGE,),
+    packages=(PACKAGE,),
+    built=built_by(fi.libraries_of),
     capture=Capture.NEVER,
     tolerance=Tolerance(rounded_sums=True),
     invariant=Invariant(),

@@ -1,65 +1,133 @@
-"""FlashInfer's modules built in advance and side by side.
-
-    python -m attnops.kernels.flashinfer.build decode:bfloat16:128 fa2:bfloat16:128
-    fa3:bfloat16:128:window
-
-A module is written path:dtype:head_dim[xv_head_dim][:window][:softcap][:sinks]. Without this a
-module is built by nvcc at the first plan that needs it, which takes a quarter of a minute (decode,
-fa2) to more than one (fa3).
-"""
+"""FlashInfer's modules built in advance and side by side, as `attnops build` does."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
-from attnops.core.errors import InvalidInput
-from attnops.kernels.flashinfer.modules import NAMES, Module, load_paged
+from attnops.core.errors import InvalidInput, one_line
+from attnops.kernels.flashinfer import devices, mla, rope, trtllm
+from attnops.kernels.flashinfer.libraries import PACKAGE, Library, unbuilt
+from attnops.kernels.flashinfer.modules import FA2, FA3, HALVES, NAMES, Module, library_of
 
-WANT = "decode|fa2|fa3:float16|bfloat16:64|128|256|192x128[:window][:softcap][:sinks]"
+AT_ONCE = 3
+"""Modules that are built side by side, each by several compilers of up to 4 GB."""
 
-
-def parse(text: str) -> Module:
-    """The inverse of str(module). Raises InvalidInput."""
-    path, dtype, dims, *flags = (*text.split(":"), "", "")[: max(text.count(":") + 1, 3)]
-    names, numbers, known = (
-        {name: number for number, name in NAMES.items()},
-        dims.split("x"),
-        Module._fields[4:],
-    )
-    right = path in names and dtype in ("float16", "bfloat16") and set(flags) <= set(known)
-    if not right or not all(n.isdigit() for n in numbers) or len(numbers) > 2:
-        raise InvalidInput("module", repr(text), WANT)
-    return Module(
-        names[path],
-        getattr(torch, dtype),
-        int(numbers[0]),
-        int(numbers[-1]),
-        *(f in flags for f in known),
-    )
+HALF = "float16|bfloat16"
+WORDS = (
+    f"decode|fa2|fa3:{HALF}:64|128|256|192x128[:window][:softcap][:sinks]",
+    f"mla_fa2|mla_fa3:{HALF}[:float8_e4m3fn]",
+    f"xqa:{HALF}:{HALF}|float8_e4m3fn:PAGE_SIZE:HEAD_DIM:GROUP[:window]",
+    "rope",
+    "trtllm",
+)
+"""What `attnops build` builds, by the words that messages use."""
+KEPT = (*HALVES, torch.float8_e4m3fn)
 
 
-def timed(module: Module) -> float:
-    """The seconds that it took to load the module, built if need be."""
+class Result(NamedTuple):
+    """How the build of one library ended. error: "" where it is there now."""
+
+    library: Library
+    seconds: float
+    error: str = ""
+
+
+def is_word(text: str) -> bool:
+    """Is this a module's word, rather than the name of a model?"""
+    return text.split(":")[0] in ("decode", "fa2", "fa3", "mla_fa2", "mla_fa3", "xqa", *WORDS[-2:])
+
+
+def parse(word: str) -> Library:
+    """What the word stands for. Raises InvalidInput."""
+    kind, *rest = word.split(":")
+    with suppress(ValueError, KeyError):
+        if word == "rope":
+            return rope.LIBRARY
+        if word == "trtllm":
+            return trtllm.LIBRARY
+        if kind == "xqa":
+            return _xqa(rest)
+        if kind.startswith("mla_"):
+            return _mla(kind, rest)
+        return library_of(module(word))
+    raise InvalidInput("module", repr(word), " or ".join(WORDS))
+
+
+def module(word: str) -> Module:
+    """The inverse of str(module). Raises ValueError, KeyError."""
+    path, dtype, dims, *flags = word.split(":")
+    head_dim, *others = map(_size, dims.split("x"))
+    [v_head_dim] = others or [head_dim]
+    known = Module._fields[4:]
+    if not {*flags} <= {*known}:
+        raise ValueError(flags)
+    chosen = (flag in flags for flag in known)
+    return Module(_path(path), _dtype(dtype, HALVES), head_dim, v_head_dim, *chosen)
+
+
+def _mla(kind: str, rest: list[str]) -> Library:
+    dtype, *kept = rest
+    [kv_dtype] = kept or [dtype]
+    path = _path(kind.removeprefix("mla_"))
+    if path not in (FA2, FA3):
+        raise ValueError(kind)
+    return mla.library_of(path, _dtype(dtype, HALVES), _dtype(kv_dtype, KEPT))
+
+
+def _xqa(rest: list[str]) -> Library:
+    dtype, kv_dtype, page, dim, group, *flags = rest
+    if flags not in ([], ["window"]):
+        raise ValueError(flags)
+    query = _dtype(dtype, HALVES)
+    sizes = (_size(page), _size(dim), _size(group))
+    return devices.xqa_library(query, _dtype(kv_dtype, KEPT), *sizes, bool(flags), query, 1)
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(text)  # int() would take a sign and spaces
+    return int(text)
+
+
+def _path(name: str) -> int:
+    return {name: number for number, name in NAMES.items()}[name]
+
+
+def _dtype(name: str, known: tuple[torch.dtype, ...]) -> torch.dtype:
+    return {str(dtype).removeprefix("torch."): dtype for dtype in known}[name]
+
+
+def build(libraries: Iterable[Library], at_once: int = AT_ONCE) -> Iterator[Result]:
+    """Build and load those that are not there, the slow ones first, and say of each how it ended,
+    as it ends."""
+    wanted = sorted(unbuilt(libraries), key=lambda library: (-library.seconds, library.word))
+    if not wanted:
+        return
+    with suppress(Exception):  # each build says what is wrong
+        # Not first in several threads at once, which it does not survive.
+        import flashinfer.prefill  # noqa: F401
+    with ThreadPoolExecutor(at_once) as pool:
+        for done in as_completed([pool.submit(_built, library) for library in wanted]):
+            yield done.result()
+
+
+def _built(library: Library) -> Result:
     start = time.perf_counter()
-    load_paged(module)
-    return time.perf_counter() - start
-
-
-def build(modules: Iterable[Module]) -> dict[Module, float]:
-    """Build and load `modules` side by side. Returns the seconds of each; the first error of a
-    build is raised when all have ended."""
-    wanted = sorted(set(modules), key=lambda m: (-m.path, str(m)))  # the slow ones first
-    import flashinfer.prefill  # noqa: F401 - not first in several threads at once, which it does not survive
-
-    with ThreadPoolExecutor(max(len(wanted), 1)) as pool:
-        return dict(zip(wanted, pool.map(timed, wanted), strict=True))
-
-
-if __name__ == "__main__":
-    for _module, _seconds in build(map(parse, sys.argv[1:])).items():
-        print(f"{_seconds:7.1f} s  {_module}")
+    try:
+        library.load()
+    except Exception as error:  # compilers and loaders raise whatever they like
+        return Result(library, time.perf_counter() - start, one_line(error))
+    seconds = time.perf_counter() - start
+    if not unbuilt((library,)):
+        return Result(library, seconds)
+    why = (
+        f"FlashInfer {PACKAGE.version()} built it under another name than {library.names[0]}, so "
+        "that automatic choices do not find it; kernel= takes it"
+    )
+    return Result(library, seconds, why)

@@ -25,6 +25,7 @@ from torch import Tensor
 from attnops.core.errors import NotLoaded, one_line
 from attnops.core.kernel import renew
 from attnops.core.problem import Refusal, Target
+from attnops.kernels.flashinfer.libraries import SHORT, Library, announce
 from attnops.kernels.flashinfer.modules import no_compiler
 
 ONE = "1 visible GPU (CUDA_VISIBLE_DEVICES)"
@@ -77,12 +78,48 @@ def _failures() -> list[str]:
 def xqa_module(device: torch.device, *key: Any) -> Callable[..., None]:
     """`get_xqa_module(*key).xqa`, for tensors on `device`, which is the current one. Raises
     NotLoaded."""
+    _announce_xqa(*key)
     if visible() > 1:
         return _loaded_on(device.index, key)
     from flashinfer.xqa import get_xqa_module  # pyright: ignore[reportAttributeAccessIssue]
 
     found: Callable[..., None] = get_xqa_module(*key).xqa
     return found
+
+
+@functools.cache
+def _announce_xqa(*key: Any) -> None:
+    announce(xqa_library(*key))
+
+
+def xqa_library(
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page: int,
+    dim: int,
+    group: int,
+    window: bool,
+    out_dtype: torch.dtype,
+    queries: int,
+) -> Library:
+    """What is built of the module of this key of `get_xqa_module`: the output is of the query's
+    dtype, and `queries` is 1."""
+    types = (str(dtype), str(kv_dtype))
+    flag = ":window" if window else ""
+    word = ":".join(["xqa", *(t.removeprefix("torch.") for t in types), f"{page}:{dim}:{group}"])
+    name = (
+        f"xqa_input_{SHORT[dtype]}_kv_cache_{SHORT[kv_dtype]}_output_{SHORT[out_dtype]}"
+        f"_page_size_{page}_head_dim_{dim}_head_group_ratio_{group}_use_sliding_window_{window}"
+        f"_use_spec_dec_False_spec_q_seq_len_{queries}"
+    )
+    key = (dtype, kv_dtype, page, dim, group, window, out_dtype, queries)
+    return Library(word + flag, (name,), 6, functools.partial(_load_xqa, key))
+
+
+def _load_xqa(key: tuple[Any, ...]) -> Any:
+    from flashinfer.jit.xqa import gen_xqa_module  # pyright: ignore[reportAttributeAccessIssue]
+
+    return gen_xqa_module(*key).build_and_load()
 
 
 @functools.cache

@@ -27,7 +27,8 @@ from torch import Tensor
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import Capture, Kernel, Need, Plan, Tolerance, arch, demand, register
 from attnops.core.problem import Problem
-from attnops.kernels.flashinfer.modules import FA2, FA3, HALVES, NAMES, PACKAGE, gapless, sm_count
+from attnops.kernels.flashinfer.libraries import PACKAGE, SHORT, Library, announce, built_by
+from attnops.kernels.flashinfer.modules import FA2, FA3, HALVES, NAMES, gapless, sm_count
 from attnops.kernels.shared.plan import (
     HEADER,
     cut,
@@ -214,13 +215,37 @@ def _write(call: mla.MlaAttention, out: Tensor, lse: Tensor | None) -> None:
 
 @functools.cache
 def load(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
-    """FlashInfer's module: built by nvcc at first use, then loaded from its cache on disk. Its last
-    argument: no profiler."""
+    """FlashInfer's module: built by nvcc at first use, which it warns of, then loaded from its
+    cache on disk."""
+    announce(library_of(path, dtype, kv_dtype))
+    return _load(path, dtype, kv_dtype)
+
+
+def _load(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
+    """Its last argument: no profiler."""
     from flashinfer.jit import gen_batch_mla_module
 
     return gen_batch_mla_module(
         NAMES[path], dtype, kv_dtype, dtype, torch.int32, LATENT, ROPE, False
     ).build_and_load()
+
+
+def library_of(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Library:
+    """What is built of a module."""
+    word = f"mla_{NAMES[path]}:{str(dtype).removeprefix('torch.')}"
+    if kv_dtype != dtype:
+        word += f":{str(kv_dtype).removeprefix('torch.')}"
+    name = (
+        f"batch_mla_attention_dtype_q_{SHORT[dtype]}_dtype_kv_{SHORT[kv_dtype]}"
+        f"_dtype_o_{SHORT[dtype]}_dtype_idx_i32_head_dim_ckv_{LATENT}_head_dim_kpe_{ROPE}"
+        f"_profiler_False_planabi2{'_sm90' if path == FA3 else ''}"
+    )
+    return Library(word, (name,), 18, functools.partial(_load, path, dtype, kv_dtype))
+
+
+def libraries_of(path: int, p: Problem) -> tuple[Library, ...]:
+    """What a call of this Problem, or its plan, loads."""
+    return (library_of(path, p.dtype, p.kv_dtype),)
 
 
 def plan_sizes(*, device: torch.device, **_: object) -> tuple[int, int]:
@@ -270,6 +295,7 @@ for _path, _where, _cost_us, _about in (
         kv_dtypes=(*HALVES, torch.float8_e4m3fn),
         packages=(PACKAGE,),
         capture=Capture.NEVER,
+        built=built_by(functools.partial(libraries_of, _path)),
         about=f"FlashInfer: MLA {_about}, planned by the host",
     )
     _us: Callable[[Problem], float] = functools.partial(lambda path, p: 700.0 + path, _path)

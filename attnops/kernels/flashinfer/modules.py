@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.core.kernel import Package, deterministic
-from attnops.core.problem import Refusal, Target
+from attnops.core.kernel import deterministic
+from attnops.core.problem import Problem, Refusal, Target
+from attnops.kernels.flashinfer.libraries import PREBUILT, SHORT, Library, announce
 from attnops.kernels.shared.plan import padded
 
 if TYPE_CHECKING:
     from attnops.ops.pages import plan, record as paged
 
-PACKAGE = Package("flashinfer", ("flashinfer-python",), "0.7.2")
 CUDA = "/usr/local/cuda/bin"
 HALVES = (torch.float16, torch.bfloat16)
 I32 = torch.int32
@@ -51,8 +51,13 @@ def missing(target: Target) -> Refusal | None:
 def no_compiler(target: Target) -> Refusal | None:
     """A probe: FlashInfer builds its modules with nvcc and ninja at first use, unless a package of
     built ones is there."""
-    if target.assume is not None or find_spec("flashinfer_jit_cache") is not None:
+    if target.assume is not None or find_spec(PREBUILT) is not None:
         return None
+    return absent_compiler()
+
+
+def absent_compiler() -> Refusal | None:
+    """Which of nvcc and ninja is missing here."""
     absent = [
         name
         for name in ("nvcc", "ninja")
@@ -298,9 +303,84 @@ class Module(NamedTuple):
         return ":".join([NAMES[self.path], str(self.dtype).removeprefix("torch."), dims, *flags])
 
 
+def module_of(p: Problem, queries: int) -> Module:
+    """The module of a call whose longest request has so many queries, or of its plan."""
+    paged = p.op != "varlen_attention"
+    shape = Shape(
+        1,
+        1,
+        int(paged),
+        p.q_heads,
+        p.kv_heads,
+        p.head_dim,
+        p.v_head_dim,
+        p.page_size or 1,
+        p.dtype,
+        paged and queries <= 1,
+        p.rules.causal,
+        p.rules.window[0],
+        p.rules.softcap,
+        p.rules.sinks,
+        p.step.deterministic,
+    )
+    return Module.of(shape, path_of(shape, p.target.arch, queries))
+
+
+def libraries_of(p: Problem) -> tuple[Library, ...]:
+    """Those that calls of this Problem load: more than one where its bounds leave the path open."""
+    least, most = p.sizes.queries.lo, p.sizes.queries.hi
+    # The least number of queries of each path that is not the first (`path_of`).
+    begins = (2, 64 // max(p.group_size, 1) + 1)
+    asked = [least, *(n for n in begins if least < n and (most is None or n <= most))]
+    paged = p.op != "varlen_attention"
+    return tuple(library_of(m, paged) for m in dict.fromkeys(module_of(p, n) for n in asked))
+
+
+TAKES_S = {DECODE: 13, FA2: 22, FA3: 75}
+
+
+def library_of(m: Module, paged: bool = True) -> Library:
+    """What is built of a module. paged: `load_paged` loads it."""
+    name = _name_of(m)
+    variants = [""]
+    if m.path == FA2 and not m.sinks:
+        variants = ["_kv_stride_equal"]
+        if paged and m.head_dim != m.v_head_dim:
+            variants.append("_paged_kv_stride_independent")
+    names = tuple(name + variant for variant in variants)
+    load = functools.partial(_load_paged if paged else _load, m)
+    return Library(str(m), names, len(names) * TAKES_S[m.path], load)
+
+
+def _name_of(m: Module) -> str:
+    """FlashInfer's name of a module, without its variants."""
+    kind = "decode" if m.path == DECODE else "prefill"
+    dtype = SHORT[m.dtype]
+    name = (
+        f"batch_{kind}_with{'_attention_sink' if m.sinks else ''}_kv_cache_dtype_q_{dtype}"
+        f"_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_head_dim_qk_{m.head_dim}"
+        f"_head_dim_vo_{m.v_head_dim}_{'' if m.sinks else 'posenc_0_'}use_swa_{m.window}_"
+    )
+    if not m.sinks:
+        name += f"use_logits_cap_{m.softcap}"
+        name += "_f16qk_False" if kind == "prefill" else ""
+    return name + ("_sm90" if m.path == FA3 else "")
+
+
 @functools.cache
 def load(m: Module) -> Any:
-    """FlashInfer's module: built by nvcc at first use, then loaded from its cache on disk."""
+    """FlashInfer's module: built by nvcc at first use, which it warns of, then loaded from its
+    cache on disk."""
+    _announce(m, False)
+    return _load(m)
+
+
+@functools.cache
+def _announce(m: Module, paged: bool) -> None:
+    announce(library_of(m, paged))
+
+
+def _load(m: Module) -> Any:
     types = (m.dtype, m.dtype, m.dtype, I32, m.head_dim, m.v_head_dim, 0)
     if m.sinks:
         from flashinfer.jit.attention.modules import gen_batch_prefill_attention_sink_module
@@ -320,7 +400,15 @@ def load(m: Module) -> Any:
 def load_paged(m: Module) -> Any:
     """`load`, and load the variant for unlike strides of keys and values now: its first call may be
     in a capture."""
-    found = load(m)
+    _announce(m, True)
+    return _with_variant(m, load(m))
+
+
+def _load_paged(m: Module) -> Any:
+    return _with_variant(m, _load(m))
+
+
+def _with_variant(m: Module, found: Any) -> Any:
     if m.path == FA2 and m.head_dim != m.v_head_dim and not m.sinks:
         found.prewarm_paged_kv_stride_variant()
     return found

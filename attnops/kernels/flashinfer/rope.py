@@ -11,7 +11,8 @@ for the last row; nvcc (13.0, for SM90: read in the PTX) drops those loads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from attnops.core.errors import InvalidInput
 from attnops.core.kernel import Invariant, Kernel, arch, multiple_of, one_of, register
 from attnops.core.problem import Problem, Refusal
 from attnops.kernels.flashinfer import modules as fi
+from attnops.kernels.flashinfer.libraries import PACKAGE, Library, announce, built_by
 from attnops.kernels.shared.memory import aligned
 from attnops.ops.latent.rope_reference import STORED
 
@@ -44,7 +46,7 @@ def rope_quantize_latent(call: mla.RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
         raise InvalidInput(
             "q_nope", f"{q_nope.numel()} numbers", f"< {OFFSETS}: the kernel counts them in 32 bits"
         )
-    fi.module("rope").mla_rope_quantize_fp8(
+    _rope().mla_rope_quantize_fp8(
         q_pe,
         k_pe,
         q_nope,
@@ -61,6 +63,22 @@ def rope_quantize_latent(call: mla.RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
         k_nope_out=row[:, :dims],
     )
     return query, row
+
+
+@functools.cache
+def _rope() -> Any:
+    """`flashinfer.rope`, whose functions build their module at first use."""
+    announce(LIBRARY)
+    return fi.module("rope")
+
+
+def _load() -> Any:
+    from flashinfer.jit.rope import gen_rope_module
+
+    return gen_rope_module().build_and_load()
+
+
+LIBRARY = Library("rope", ("rope",), 0, _load)
 
 
 def _blocks(p: Problem) -> Refusal | None:
@@ -107,8 +125,9 @@ register(
         dtypes=fi.HALVES,
         kv_dtypes=(STORED,),
         needs=NEEDS,
-        packages=(fi.PACKAGE,),
+        packages=(PACKAGE,),
         probe=fi.missing,
+        built=built_by(lambda p: (LIBRARY,)),
         cost_us=_cost_us,
         invariant=Invariant(),
         about="FlashInfer's RoPE and quantisation for MLA",

@@ -42,8 +42,14 @@ from attnops.core.kernel import (
 from attnops.core.problem import Extent, Problem
 from attnops.core.record import changed
 from attnops.core.tensors import compact, lengths_of, no_lse, rows_of
-from attnops.kernels.flashinfer.devices import trtllm_missing, xqa_missing, xqa_module
-from attnops.kernels.flashinfer.modules import HALVES, LN2, PACKAGE, gapless
+from attnops.kernels.flashinfer.devices import (
+    trtllm_missing,
+    xqa_library,
+    xqa_missing,
+    xqa_module,
+)
+from attnops.kernels.flashinfer.libraries import PACKAGE, Library, announce, built_by
+from attnops.kernels.flashinfer.modules import HALVES, LN2, gapless
 from attnops.kernels.shared import memory
 from attnops.kernels.shared.tokens import (
     BY_TOKEN,
@@ -194,6 +200,7 @@ def paged_attention(call: paged.PagedAttention) -> None:
         "multi_ctas_kv_counter_buffer": counters,
     }
     most = pages * k_pages.shape[1]
+    _announce()
     if few(queries, call.causal):
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
@@ -232,6 +239,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     if not runs(call):
         see_nothing(output, lse)
         return output, no_lse(query) if lse is None else lse
+    _announce()
     from flashinfer.prefill import trtllm_ragged_attention_deepseek
 
     # The op writes its results alone, so that it can have a gradient, and hence takes no workspace
@@ -277,6 +285,7 @@ def mla_attention(call: mla.MlaAttention) -> None:
     )
     tokens, heads = q_nope.shape[:2]
     counters, scratch = _split(call, tokens, 1, "q_nope.shape[0]", "tokens")
+    _announce()
     from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla  # pyright: ignore[reportAttributeAccessIssue]
 
     tables, lengths, _ = batch_by_token(call)
@@ -322,6 +331,29 @@ def mla_attention(call: mla.MlaAttention) -> None:
         z.masked_fill_(unseen, float("-inf"))
         if z is not lse:
             lse.copy_(z)
+
+
+@functools.cache
+def _announce() -> None:
+    announce(LIBRARY)
+
+
+def _load() -> Any:
+    from flashinfer.jit.attention.modules import gen_trtllm_gen_fmha_module
+
+    return gen_trtllm_gen_fmha_module().build_and_load()
+
+
+LIBRARY = Library("trtllm", ("fmha_gen",), 0, _load)
+"""The code that launches the generated kernels. Which of their files a call fetches is known to it
+alone."""
+
+
+def xqa_libraries_of(p: Problem) -> tuple[Library, ...]:
+    """What a call of this Problem loads."""
+    window = p.rules.window[0] >= 0
+    sizes = (p.page_size, p.head_dim, p.group_size)
+    return (xqa_library(p.dtype, p.kv_dtype, *sizes, window, p.dtype, 1),)
 
 
 def few(queries: int, causal: bool) -> bool:
@@ -438,7 +470,9 @@ FLOAT8 = (
     ),
 )
 RULES = frozenset({"causal", "window_left", "window_right"})
-_kernel = functools.partial(Kernel, packages=(PACKAGE,), probe=trtllm_missing)
+_kernel = functools.partial(
+    Kernel, packages=(PACKAGE,), probe=trtllm_missing, built=built_by(lambda p: (LIBRARY,))
+)
 # In which order blocks of a request add up is not known of binaries.
 _generated = functools.partial(
     _kernel,
@@ -503,6 +537,7 @@ register(
         dtypes=HALVES,
         kv_dtypes=CACHED,
         probe=xqa_missing,
+        built=built_by(xqa_libraries_of),
         needs=(
             arch(90, 100, 103, 120, 121),
             at_most("group_size", 16),
