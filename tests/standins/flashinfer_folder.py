@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnops.core import builds, needs
+from attnops.core.kernel import renew
 from attnops.core.problem import Target, pretend
 from attnops.kernels.flashinfer import libraries, modules
 
@@ -63,4 +64,4 @@ def machine(path: Path) -> Iterator[None]:
             for cache in caches:
                 cache.cache_clear()
             builds._WISHES.clear()
-            builds.renew()
+            renew()
