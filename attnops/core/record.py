@@ -392,13 +392,12 @@ def check_kinds(call: Call) -> None:
 
 
 _LARGEST = 2**62
-_EXACT: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+_EXACT = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 def _check_kind(a: Arg, value: Any) -> None:
     if not a.tensor:
-        exact = type(value) is _EXACT[a.kind]
-        if not exact or a.choices:
+        if a.choices or type(value) is not _EXACT[a.kind]:
             check_number(a, value)
         elif a.kind != "str":
             least = -_LARGEST if a.least is None else a.least
@@ -417,8 +416,7 @@ def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
     if value.dim() < dims if a.layout and a.layout[-1].text == "..." else value.dim() != dims:
         fail(InvalidInput, a.name, f"shape {tuple(value.shape)}", f"[{a.dims}]")
     if a.written:
-        plain = type(value) is Tensor and value.is_contiguous() and not value.is_neg()
-        if not plain:
+        if type(value) is not Tensor or not value.is_contiguous() or value.is_neg():
             check_written(a.name, value)
     if isinstance(a.dtypes, str):
         like = getattr(call, a.dtypes)
