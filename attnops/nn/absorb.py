@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from attnops.core.record import need
 from attnops.nn.steady import is_linear
@@ -117,7 +118,7 @@ def _is_viewed(kv_b: nn.Module) -> bool:
     # offloaded one is on meta.
     return (
         is_linear(kv_b)
-        and type(kv_b.weight) in PLAIN
+        and type(kv_b.weight) in (*PLAIN, FakeTensor)
         and not kv_b.weight.is_meta
         and not changed(kv_b)
     )
