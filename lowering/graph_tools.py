@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ..core.private_torch import FakeTensor, FakeTensorMode, tracing_context
-from .inductor import SET_GRAD, Guard, enable_python_dispatcher
+from ..core.private_torch import SET_GRAD, FakeTensor, FakeTensorMode, tracing_context
+from .inductor import Guard, enable_python_dispatcher
 
 log = logging.getLogger("attnops.lowering")
 

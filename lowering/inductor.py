@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 # symbolic sizes, `Guard` is a condition on a frame that Dynamo compiles, `detect_fake_mode` finds
 # the mode of fake inputs, and `auto_functionalize` names written views, see written_views.py.
 
-SET_GRAD: Any = torch._C._set_grad_enabled
 ENTER_AUTOCAST: Any = torch.amp.autocast_mode._enter_autocast
-"""What Dynamo writes into a graph for torch.set_grad_enabled and torch.autocast."""
+"""What Dynamo writes into a graph for torch.autocast."""
 
 ASSERT_SCALAR: Any = torch.ops.aten._assert_scalar.default
 """What a check of a size is in a graph that AOTAutograd has traced."""

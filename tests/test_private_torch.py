@@ -33,7 +33,8 @@ NEEDED = {
         torch._C._are_functorch_transforms_active torch._C._functorch
         torch._C._AutoDispatchBelowAutograd torch._C._autograd torch._C.DispatchKey
         torch._C._dispatch_tls_local_include_set torch._C._dispatch_tls_local_exclude_set
-        torch._C._ForceDispatchKeyGuard torch._guards.TracingContext
+        torch._C._ForceDispatchKeyGuard torch._C._set_grad_enabled torch._guards.TracingContext
+        torch._guards.tracing
         torch._subclasses.fake_tensor.DataDependentOutputException
         torch._subclasses.fake_tensor.DynamicOutputShapeException
         torch._subclasses.fake_tensor.FakeTensor torch._subclasses.fake_tensor.FakeTensorMode
@@ -48,7 +49,7 @@ NEEDED = {
         torch.utils._python_dispatch._get_current_dispatch_mode_stack
     """,
     "attnops.lowering.inductor": """
-        torch._C._set_grad_enabled torch._dispatch.python.enable_python_dispatcher
+        torch._dispatch.python.enable_python_dispatcher
         torch._guards.Guard torch._guards.detect_fake_mode
         torch.amp.autocast_mode._enter_autocast
     """,

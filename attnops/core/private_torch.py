@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
+from torch._guards import TracingContext as TracingContext
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     DynamicOutputShapeException as DynamicOutputShapeException,
@@ -94,6 +94,10 @@ only_warns = getattr(
 tracing_context: Callable[[], Any] = TracingContext.try_get
 """What Dynamo or AOTAutograd traces now, or None. To torch.compiler.is_compiling, the public
 question, code that Dynamo runs while it traces is not compiled."""
+
+under_context: Callable[[Any], ContextManager] = torch._guards.tracing
+"""The block has this TracingContext. Passes ask it for the fake mode and give it their guards, also
+for a graph that no compiler traced."""
 
 
 def capturing(tensor: Tensor) -> bool:
@@ -189,6 +193,9 @@ except ImportError:  # the class of a ragged tensor, which every op refuses by n
 OpOverloadPacket: Any = type(torch.ops.aten.add)
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 """The types of ops, which torch names in private only."""
+
+SET_GRAD: Any = torch._C._set_grad_enabled
+"""What torch.set_grad_enabled calls, and Dynamo writes into a graph for it."""
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
 """The type of ops that take functions, as torch.cond does: what they do is within."""

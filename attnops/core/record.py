@@ -392,7 +392,7 @@ def check_kinds(call: Call) -> None:
 
 
 _LARGEST = 2**62
-_EXACT = {"int": int, "float": float, "bool": bool, "str": str}
+_EXACT: Any = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 def _check_kind(a: Arg, value: Any) -> None:
@@ -415,9 +415,8 @@ def _check_tensor(call: Call, a: Arg, value: Tensor) -> None:
     dims = len(a.layout)
     if value.dim() < dims if a.layout and a.layout[-1].text == "..." else value.dim() != dims:
         fail(InvalidInput, a.name, f"shape {tuple(value.shape)}", f"[{a.dims}]")
-    if a.written:
-        if type(value) is not Tensor or not value.is_contiguous() or value.is_neg():
-            check_written(a.name, value)
+    if a.written and (type(value) is not Tensor or not value.is_contiguous() or value.is_neg()):
+        check_written(a.name, value)
     if isinstance(a.dtypes, str):
         like = getattr(call, a.dtypes)
         if like is None:
