@@ -484,7 +484,7 @@ def _check_size(field: str, got: Any, size: Size, sizes: Sizes, owners: dict[str
 
 def sizes_of(call: Call) -> Sizes:
     """The sizes of a call by name, unchecked: for a call that `check` has passed."""
-    sizes: Sizes = {}
+    sizes = Sizes()
     for a, value in zip(call.spec.args, values(call), strict=True):
         if not a.tensor:
             sizes[a.name] = value
