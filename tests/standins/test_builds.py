@@ -253,9 +253,14 @@ def test_every_kernel_of_flashinfer_says_what_it_builds(tmp_path):
                 assert kernel.built is not None, f"{op}.{kernel.name}"
                 names.add(kernel.name)
     assert names == {
-        "flashinfer", "flashinfer_mla_fa2", "flashinfer_mla_fa3", "flashinfer_rope", "trtllm",
-        "trtllm_mla", "xqa",
-    }  # fmt: skip
+        "flashinfer",
+        "flashinfer_mla_fa2",
+        "flashinfer_mla_fa3",
+        "flashinfer_rope",
+        "trtllm",
+        "trtllm_mla",
+        "xqa",
+    }
 
 
 PROBLEMS = {
@@ -312,9 +317,15 @@ def test_modules_that_came_built_count(bare, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("built_for", "arch", "want"),
-    [(("sm90a",), 90, True), (("sm90a",), 100, False), (("sm100a",), 103, False),
-     (("sm100f",), 103, True), (("sm80",), 89, True), (("sm89",), 80, False)],
-)  # fmt: skip
+    [
+        (("sm90a",), 90, True),
+        (("sm90a",), 100, False),
+        (("sm100a",), 103, False),
+        (("sm100f",), 103, True),
+        (("sm80",), 89, True),
+        (("sm89",), 80, False),
+    ],
+)
 def test_code_for_an_architecture(built_for, arch, want):
     assert libraries._runs(built_for, arch) is want
 
@@ -339,10 +350,21 @@ def test_words_are_read_as_they_are_written():
     ):
         assert command.is_word(word) and command.parse(word).word == word
     for wrong in (
-        "fa4:bfloat16:64", "fa2:float32:64", "fa2:bfloat16:x", "fa2:bfloat16:64:sink", "fa2", "",
-        "fa2:bfloat16:+64", "mla_decode:bfloat16", "mla_fa3", "mla_fa3:bfloat16:float32", "xqa",
-        "xqa:bfloat16:bfloat16:64:128:4:windows", "rope:x", "fa2:bfloat16:1x2x3",
-    ):  # fmt: skip
+        "fa4:bfloat16:64",
+        "fa2:float32:64",
+        "fa2:bfloat16:x",
+        "fa2:bfloat16:64:sink",
+        "fa2",
+        "",
+        "fa2:bfloat16:+64",
+        "mla_decode:bfloat16",
+        "mla_fa3",
+        "mla_fa3:bfloat16:float32",
+        "xqa",
+        "xqa:bfloat16:bfloat16:64:128:4:windows",
+        "rope:x",
+        "fa2:bfloat16:1x2x3",
+    ):
         with pytest.raises(InvalidInput, match=r"^module: got"):
             command.parse(wrong)
 
