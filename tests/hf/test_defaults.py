@@ -237,7 +237,8 @@ def test_models_that_run_as_stock_say_why(name, spoil, why, chosen):
         else pytest.warns(NotFast, match=f"{type(model).__name__} has no pages.*{why}")
     )
     # A compiled forward is told by its name; to trace it says no more.
-    eagerly = torch.compiler.set_stance("force_eager")
+    compiled = model._compiled_call_impl is not None
+    eagerly = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with eagerly, attnops.patch(model, decode=auto()) as handle:
         with told:
             model.generate(ids, max_new_tokens=3, do_sample=False)

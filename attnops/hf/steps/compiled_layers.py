@@ -142,11 +142,14 @@ class Here:
             self._let_vary(args, kwargs)
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is
         # faster have a trace of their own.
-        same = self.twins.get(layer) or twin(layer) if self.packed else None
+        same = None
+        if self.packed:
+            same = self.twins.get(layer) or twin(layer)
         out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
-        # A twin whose run set attributes is not the layer's any more.
-        if same is not None and layer not in self.twins and not write_back(layer, same[0]):
-            self.twins[layer] = same
+        if same is not None and layer not in self.twins:
+            wrote = write_back(layer, same[0])
+            if not wrote:  # a twin whose run set attributes is not the layer's any more
+                self.twins[layer] = same
         cache.wrote(number)
         return out
 

@@ -86,6 +86,7 @@ class Decoder:
         self.regions: Regions | None = None
         self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
+        self._code: Any = None  # that of what is compiled: `free` forgets the glance alone
         self._recorded: Recorded = {}  # layers of the present state, for graphs over any pages
         self._model, self._forward, self._make = model, forward, make
         self.captures = Captures(how.budget_bytes)
@@ -440,12 +441,12 @@ class Decoder:
                 self.anew = before.changed(glance) or "the policy or autocast"
             self._kept = self.captures.use(given, taken)
         self.prompts.changed()
-        if before is not None and before.state != glance.state:
+        if before is None or before.state != glance.state:
             self._recorded = {}  # nothing guards on what objects hold that are equal to themselves
-        if before is not None and before.code != glance.code:
+        if self._code is not None and self._code != glance.code:
             self.regions = None  # Dynamo does not guard on the code
             self.prompts.forget()
-        self._glance = glance
+        self._glance, self._code = glance, glance.code
 
     def _of(self, state: State, rows: int) -> Over:
         """The graphs over these pages, made now if they were not before."""
