@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -53,7 +51,6 @@ reads the result."""
 
 _WATCHERS: list[Callable[[Op, Problem, Any], None]] = []
 _TRACE_HOOKS: list[Callable[[], None]] = []
-_LOWERED: ContextVar[bool] = ContextVar("_LOWERED", default=True)
 _REPLACED: list[Any] = []
 """Functions of packets that a further overload has replaced.
 
@@ -219,17 +216,6 @@ def on_trace(hook: Callable[[], None]) -> None:
     _TRACE_HOOKS.append(hook)
 
 
-@contextmanager
-def not_lowered() -> Iterator[None]:
-    """What this thread traces in the block runs as it is: the hooks of `on_trace`, which import
-    Inductor, wait for another trace."""
-    before = _LOWERED.set(False)
-    try:
-        yield
-    finally:
-        _LOWERED.reset(before)
-
-
 def _define_overload(
     op: Op,
     name: str,
@@ -346,7 +332,7 @@ def _fake(op: Op, chooses: bool) -> Callable[..., Any]:
 
 
 def _notify_compiler() -> None:
-    if _TRACE_HOOKS and _LOWERED.get() and tracing_context() is not None:
+    if _TRACE_HOOKS and tracing_context() is not None:
         with without_modes():
             while _TRACE_HOOKS:
                 _TRACE_HOOKS.pop()()
