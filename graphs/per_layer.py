@@ -228,7 +228,7 @@ class Regions:
                 self._compiled.pop(next(iter(self._compiled)))
         try:
             # Two sizes that happen to be equal are two symbols.
-            with tracing(), shapes_config().patch(use_duck_shape=False):
+            with tracing(self._inner), shapes_config().patch(use_duck_shape=False):
                 return self._compiled[key][1](same, args, kwargs)
         except TorchDynamoException as e:
             known = find(e)

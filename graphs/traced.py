@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..cache.batch import PagedBatch
 from ..core.errors import AttnopsError, NotCapturable, find
+from ..core.op import not_lowered
 from ..core.private_torch import dynamo_config, shapes_config
 from .as_it_runs import AsItRuns
 from .buckets import Bucket, Buckets
 from .cached_guards import shape_env
-from .compile_pieces import Inner, Program, compile_parts, compiler_of, start_workers
+from .compile_pieces import Inner, Program, compile_parts, compiler_of, eager, start_workers
 from .cuda_graphs import Recorded
 from .graphed import Graphed
 from .options import Options, Shared, Values
@@ -129,7 +130,7 @@ class Traced(AsItRuns):
 
         began, before = time.perf_counter(), sum(self.traces.values())
         try:
-            with tracing():
+            with tracing(self._inner):
                 out = self._compiled[bucket.trace](self._marked(options, bucket, values))
         except ConstraintViolationError as e:
             if not self._specialises(bucket.trace):
@@ -254,10 +255,11 @@ def _refuses(size: int) -> bool:
 
 
 @contextmanager
-def tracing() -> Iterator[None]:
+def tracing(inner: Inner) -> Iterator[None]:
     """Trace sizes of 1 as symbols and values of tensors as unbacked ones.
 
-    There is no limit of recompilations, which other models count to.
+    There is no limit of recompilations, which other models count to. inner: the compiler of the
+    pieces.
     """
     # The code of a trace is one object for all models of a process, and torch counts its
     # compilations as well, freed ones included.
@@ -268,5 +270,6 @@ def tracing() -> Iterator[None]:
         recompile_limit=1 << 16,
         accumulated_recompile_limit=1 << 16,
     )
-    with shapes_config().patch(backed_size_oblivious=True), traced:
+    lowered = not_lowered() if inner is eager else nullcontext()
+    with shapes_config().patch(backed_size_oblivious=True), traced, lowered:
         yield

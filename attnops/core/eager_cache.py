@@ -329,7 +329,7 @@ def checked(op: Eager, call: Call) -> Run:
     problem = op.problem(call)
     kernel = choose(problem, policy)
     answers = answering(kernel)
-    owner, ordinary = getattr(answers, "ordinary", (None, None))
+    owner, ordinary = getattr(answers, "ordinary", (None, answers))
     if owner is answers and not deterministic(policy):
         answers = ordinary
     if kernel.capture is not Capture.NEVER:

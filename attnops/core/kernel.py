@@ -480,7 +480,7 @@ def generation() -> int:
 
 
 def renew() -> None:
-    """Have all calls select anew, because a table of measured times was added or removed."""
+    """Have all calls select anew: a table of measured times, or what is built, has changed."""
     with _REGISTRY.lock:
         _REGISTRY.generation += 1
 

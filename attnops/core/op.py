@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -34,7 +36,7 @@ from attnops.core.private_torch import (
     without_modes,
 )
 from attnops.core.problem import Problem
-from attnops.core.record import KINDS, Call, Spec, changed, check, fake, split, values
+from attnops.core.record import TYPES, Call, Spec, changed, check, fake, split, values
 from attnops.core.refuse_layouts import refuse_others
 from attnops.core.select import choose, parse_policy
 from attnops.core.tracers import is_onnx
@@ -51,6 +53,7 @@ reads the result."""
 
 _WATCHERS: list[Callable[[Op, Problem, Any], None]] = []
 _TRACE_HOOKS: list[Callable[[], None]] = []
+_LOWERED: ContextVar[bool] = ContextVar("_LOWERED", default=True)
 _REPLACED: list[Any] = []
 """Functions of packets that a further overload has replaced.
 
@@ -129,7 +132,7 @@ def schema(spec: Spec) -> str:
         if a.keyword and not keyword:
             parts.append("*")
             keyword = True
-        kind = "SymInt" if a.symbolic else KINDS[a.kind]
+        kind = "SymInt" if a.symbolic else TYPES[a.kind]
         kind = kind.replace("Tensor", f"Tensor({next(letters)}!)") if a.written else kind
         default = (
             ""
@@ -214,6 +217,17 @@ def on_trace(hook: Callable[[], None]) -> None:
     """Call `hook` when a compiler first traces an op: the lowering, which imports this module,
     installs itself then."""
     _TRACE_HOOKS.append(hook)
+
+
+@contextmanager
+def not_lowered() -> Iterator[None]:
+    """What this thread traces in the block runs as it is: the hooks of `on_trace`, which import
+    Inductor, wait for another trace."""
+    before = _LOWERED.set(False)
+    try:
+        yield
+    finally:
+        _LOWERED.reset(before)
 
 
 def _define_overload(
@@ -332,7 +346,7 @@ def _fake(op: Op, chooses: bool) -> Callable[..., Any]:
 
 
 def _notify_compiler() -> None:
-    if _TRACE_HOOKS and tracing_context() is not None:
+    if _TRACE_HOOKS and _LOWERED.get() and tracing_context() is not None:
         with without_modes():
             while _TRACE_HOOKS:
                 _TRACE_HOOKS.pop()()
