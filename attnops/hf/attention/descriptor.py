@@ -80,7 +80,7 @@ def build(
         torch.compiler.is_compiling()
         or count_dispatch_modes()
         or mask.is_inference()
-        or capturing(mask)
+        or (mask.is_cuda and capturing(mask))
     ):
         setattr(mask, _RANGE, None)
         setattr(mask, BUILT, Range(pattern.causal, pattern.window - 1, fields[0], fields[1]))
@@ -268,7 +268,11 @@ def far(device: torch.device) -> bool:
 def tracing(padding: Tensor) -> bool:
     """Is the data of `padding` unreadable: under a compiler, of a fake tensor, or while a CUDA
     graph is captured?"""
-    return torch.compiler.is_compiling() or isinstance(padding, FakeTensor) or capturing(padding)
+    return (
+        torch.compiler.is_compiling()
+        or isinstance(padding, FakeTensor)
+        or (padding.is_cuda and capturing(padding))
+    )
 
 
 # Pages -------------------------------------------------------------------------------------------
