@@ -1,6 +1,5 @@
 """One seed, one thread, one clean compiler for every test."""
 
-import atexit
 import gc
 import os
 import random
@@ -107,9 +106,10 @@ def pytest_collection_finish() -> None:
     # looks for cycles at every 700th object.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-    # For libraries that report as leaked what is left at the end, and after pytest has looked for
-    # garbage ten times.
-    atexit.register(gc.unfreeze)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # for libraries that report as leaked what is left at the end
 
 
 def _no_latency(*_: object) -> float:

@@ -103,7 +103,7 @@ REACHED = [
     ("kernels/torch/by_request.py", "_requests", "attention.reference"),
     ("kernels/shared/parts.py", "in_turns", "attention.aten_flash"),
     ("ops/experts/mxfp4_reference.py", "experts", "mxfp4_experts.reference"),
-    ("ops/pages/reference.py", "write_kv", "write_kv.scatter"),
+    ("core/tensors.py", "write_kv", "write_kv.scatter"),
     ("core/tensors.py", "compact", "attention.sdpa"),
     ("kernels/shared/tokens.py", "rows", "mla_attention.cutlass_mla"),
     ("kernels/triton/device/softmax.py", "closed", "paged_attention.triton"),

@@ -2,6 +2,7 @@
 an error of its own."""
 
 import ast
+import functools
 import itertools
 import json
 import math
@@ -40,11 +41,13 @@ from attnops.core.kernel import (
 from attnops.core.needs import features, parse, within
 from attnops.core.problem import Problem, Refusal, Target
 from attnops.core.select import choose, select, workspace_bytes
+from attnops.core.traits import Built
 from attnops.testing import CASES
 from tests.helpers import ready_process, torch_process
 from tests.test_select import installed
 
 PLAIN = Problem("attention", Target(), q_heads=4, kv_heads=2, head_dim=8, v_head_dim=8)
+REFERENCE = kernels_of("attention")["reference"]
 _unique = itertools.count(-1_000_000, -1000)  # the registrations of one registry lie between
 
 
@@ -219,11 +222,13 @@ def test_a_misspelt_need_is_an_error_where_it_is_built(build):
         ("dtypes", ("float32",)),
         ("kv_dtypes", ()),
         ("takes", ("mask",)),
+        ("built", Built(3, str)),
+        ("built", Built(str, "no")),
     ],
 )
 def test_a_field_of_another_kind_is_an_error_at_registration(lab, field, value):
     before = {op: dict(table) for op, table in lab.kernels.items()}
-    with pytest.raises(RegistrationError, match=f"kernel theirs: {field} got "):
+    with pytest.raises(RegistrationError, match=f"kernel theirs: {field}[.a-z]* got "):
         theirs(**{field: value})
     assert lab.kernels == before
 
@@ -543,3 +548,22 @@ def test_versions_compare_where_torch_has_no_copy_of_packaging():
         f"{compared})"
     )
     assert torch_process(code).split() == ["packaging.version", "False", "True"]
+
+
+def test_a_kernel_that_wraps_a_reference_runs(lab):
+    """functools.wraps takes over what the reference carries."""
+    reference, handed = REFERENCE, []
+    register(reference)
+
+    @functools.wraps(reference.run)
+    def wrapping(call):
+        handed.append(call)
+        return reference.run(call)
+
+    theirs(run=wrapping, takes=reference.takes)
+    query = torch.randn(1, 3, 2, 8)
+    want = attnops.attention(query, query, query, kernel="reference")
+    for calls in (1, 2):
+        got = attnops.attention(query, query, query, kernel="theirs")
+        assert torch.equal(got, want)
+        assert len(handed) == calls

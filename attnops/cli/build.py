@@ -51,9 +51,11 @@ def run(
         words |= dict.fromkeys([text] if is_word(text) else _words_of(text, *sizes))
     libraries = [parse(word) for word in words]
     wanted = unbuilt(libraries)
-    report: Data = {"there": [x.word for x in libraries if x not in wanted], "modules": []}
-    report["error"] = _why_not() if wanted or not PACKAGE.version() else ""
-    for word in report["there"] if not report["error"] else ():
+    installed = PACKAGE.version() is not None
+    there = [x.word for x in libraries if installed and x not in wanted]
+    report: Data = {"there": there, "modules": []}
+    report["error"] = _why_not() if wanted or not installed else ""
+    for word in there:
         console.print(f"{escape(word)}: built already")
     if not words:
         console.print(f"{escape(', '.join(what))}: no call would take a kernel that is not built")

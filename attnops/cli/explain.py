@@ -127,7 +127,7 @@ def explain_config(
         found = _by_phase(config, dtype, here, named, batch, tokens, paged)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error
-    except AttnopsError:
+    except (AttnopsError, ImportError):
         raise
     except Exception as error:  # a model raises any error for the sizes of an unknown config
         raise _unfit(config, tokens, error) from error

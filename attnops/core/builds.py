@@ -7,6 +7,7 @@ has them select anew once it is there. The thread ends with the last wish.
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,6 +41,16 @@ class Wish:
 _WISHES: dict[str, Wish] = {}
 _LOCK = threading.Lock()
 _THREADS: list[threading.Thread] = []
+
+
+def _unlocked() -> None:
+    """A forked process may find the lock taken by a thread that it has not."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlocked)
 
 
 def wish(kernel: Kernel, problem: Problem, reason: Unbuilt, first: bool) -> None:

@@ -329,8 +329,9 @@ def checked(op: Eager, call: Call) -> Run:
     problem = op.problem(call)
     kernel = choose(problem, policy)
     answers = answering(kernel)
-    if not deterministic(policy):
-        answers = getattr(answers, "ordinary", answers)
+    owner, ordinary = getattr(answers, "ordinary", (None, answers))
+    if owner is answers and not deterministic(policy):
+        answers = ordinary
     if kernel.capture is not Capture.NEVER:
         return answers
 

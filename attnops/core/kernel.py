@@ -16,7 +16,13 @@ from typing import Any, NoReturn
 import torch
 
 from attnops.core.adapt import origin, placed, takes_a_call, without_flag
-from attnops.core.errors import ContractMismatch, RegistrationError, UnknownKernel, fail
+from attnops.core.errors import (
+    ContractMismatch,
+    RegistrationError,
+    UnknownKernel,
+    fail,
+    one_line,
+)
 from attnops.core.needs import (
     Need,
     Package,
@@ -325,7 +331,12 @@ class Kernel:
         if not self.packages:
             return "own"
         absent = ";".join(map(str, self.absences(Target())))
-        return absent or (self.built.state() if self.built is not None else "")
+        if absent or self.built is None:
+            return absent
+        try:
+            return self.built.state()
+        except FAILURES as error:
+            return one_line(error)
 
     def versions(self) -> tuple[str, ...]:
         """`module==version` of its packages, or of those that serve in their place, for cache keys
@@ -469,7 +480,7 @@ def generation() -> int:
 
 
 def renew() -> None:
-    """Have all calls select anew, because a table of measured times was added or removed."""
+    """Have all calls select anew: a table of measured times, or what is built, has changed."""
     with _REGISTRY.lock:
         _REGISTRY.generation += 1
 

@@ -36,7 +36,7 @@ from attnops.core.private_torch import (
     without_modes,
 )
 from attnops.core.problem import Problem
-from attnops.core.record import KINDS, Call, Spec, changed, check, fake, split, values
+from attnops.core.record import TYPES, Call, Spec, changed, check, fake, split, values
 from attnops.core.refuse_layouts import refuse_others
 from attnops.core.select import choose, parse_policy
 from attnops.core.tracers import is_onnx
@@ -132,7 +132,7 @@ def schema(spec: Spec) -> str:
         if a.keyword and not keyword:
             parts.append("*")
             keyword = True
-        kind = "SymInt" if a.symbolic else KINDS[a.kind]
+        kind = "SymInt" if a.symbolic else TYPES[a.kind]
         kind = kind.replace("Tensor", f"Tensor({next(letters)}!)") if a.written else kind
         default = (
             ""

@@ -64,7 +64,7 @@ else:
         return lambda cls: cls
 
 
-KINDS = {
+TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
     "int": "int",
@@ -268,8 +268,8 @@ def _arguments(op: str, cls: type) -> dict[str, Arg]:
 
 
 def _argument(op: str, name: str, kind: str, given: Any, keyword: bool) -> Arg:
-    if kind not in KINDS:
-        fail(RegistrationError, f"{op}: {name} got the type {kind}, want one of {', '.join(KINDS)}")
+    if kind not in TYPES:
+        fail(RegistrationError, f"{op}: {name} got the type {kind}, want one of {', '.join(TYPES)}")
     a = given if isinstance(given, Arg) else Arg(default=given)
     neutral = a.default if a.off is REQUIRED else a.off
     return replace(

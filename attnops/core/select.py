@@ -270,7 +270,8 @@ def select_by(
         return decision
     for name, reasons in decision.refused.items():
         for reason in reasons:
-            if isinstance(reason, Unbuilt):
+            # A deterministic policy keeps its kernels, and with them its bits, while it runs.
+            if isinstance(reason, Unbuilt) and not policy.deterministic:
                 kernel = kernels_of(problem.op)[name]
                 wish(kernel, _seen(problem, policy), reason, name == decision.awaited)
     with _KEEPING:

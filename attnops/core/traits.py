@@ -158,6 +158,9 @@ def check_fields(kernel: Kernel) -> None:
             name,
             "a function or None",
         )
+    for name in ("lacks", "state"):
+        function = getattr(kernel.built, name, None)
+        want(kernel.built is None or callable(function), f"built.{name}", "a function")
     want(takes_a_call(kernel.run), "run", "a function of one parameter, the call (contract 2)")
     want(_dtypes(kernel.dtypes) and bool(kernel.dtypes), "dtypes", DTYPES)
     want(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import compress
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def gradient_call(
     gradients."""
     made, free, arguments = _exact_results(forward), dict(forward.free), dict[str, Any]()
     query = next(a.name for a in forward.spec.args if a.holds == "queries")
-    wanted = {*compress(GRADIENT, (mask_grad, lse_grad))}
+    wanted = {n for n, on in zip(GRADIENT, (mask_grad, lse_grad), strict=True) if on}
     for a in OPS[f"{forward.op}_backward"].spec.args:
         of, dtype = a.name.removeprefix("grad_"), dtype_of(a, forward.arguments[query].dtype)
         asked = not wanted.isdisjoint(fact.field for fact in a.facts)

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from attnops.core.errors import InvalidInput, NoGradient
 from attnops.hf import tiny
 from attnops.hf.attention import over_pages as paged_attention
+from attnops.hf.cache import model_pages
 from attnops.hf.cache.model_pages import DRAFTS
 from attnops.hf.cache.names import named
 from tests.hf.helpers import (
@@ -72,6 +73,41 @@ def test_logits_of_long_texts(name):
                 relative(logits(model, "dynamic", ids, mask, TURNS[:3]), want[: 3 * 16 - 8]) < LIMIT
             )
         assert not calls.later + calls.first + calls.beside
+
+
+def test_a_step_that_fails_is_counted_as_unfinished(monkeypatch):
+    """A step whose kernels cannot be chosen leaves no position that nothing was written to."""
+    model, ids = tiny.model("llama"), tokens(2, 9)
+    with paged(model, decode="hf") as handle:
+        cache = handle.new_cache(2, 20)
+        by_hand(model, cache, ids, torch.ones_like(ids), ((0, 8),))
+
+        def fails(pages):
+            raise RuntimeError("no kernel")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no kernel"):
+            patch.setattr(model_pages.ModelPages, "one_launch", fails)
+            by_hand(model, cache, ids, torch.ones_like(ids), ((8, 9),))
+        assert (int(cache.get_seq_length()), cache.state.unfinished) in ((8, 0), (9, 1))
+
+
+def test_padding_that_is_written_in_place_is_seen():
+    """The batches of coming steps are not those of the padding that was."""
+    model, ids = tiny.model("llama"), tokens(2, 8)
+    heads = model.config.num_attention_heads
+
+    def lengths(handle, write):
+        cache = handle.new_cache(2, 40, page_size=4)
+        by_hand(model, cache, ids, torch.ones_like(ids), ((0, 8),))
+        start = torch.zeros(2, dtype=torch.int64)
+        cache.view(0, start, 1, heads)
+        cache.wrote(cache.last_layer)
+        return cache.view(0, write(start), 1, heads).batch.seq_lens.clone()
+
+    with paged(model, decode="hf") as handle:
+        got = lengths(handle, lambda start: start.fill_(2))
+        assert torch.equal(got, lengths(handle, lambda start: start + 2))
+        assert got.tolist() == [8, 8]
 
 
 CUTS = (

@@ -13,7 +13,7 @@ import pytest
 from attnops.core import builds, needs
 from attnops.core.kernel import renew
 from attnops.core.problem import Target, pretend
-from attnops.kernels.flashinfer import libraries, modules
+from attnops.kernels.flashinfer import devices, libraries, modules
 
 VERSION, ARCH = "0.7.2.post1", "90a"
 BASE = "FLASHINFER_WORKSPACE_BASE"
@@ -48,6 +48,7 @@ def machine(path: Path) -> Iterator[None]:
         libraries._prebuilt,
         libraries._announced,
         modules._announce,
+        devices._announce_xqa,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(site)

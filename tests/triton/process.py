@@ -88,7 +88,7 @@ def _prepare(interpret: bool) -> None:
             # Triton checks the shape of every result and writes it out, an eighth of the time it
             # takes.
             sizes = tuple([getattr(size, "value", size) for size in shape])
-            if sizes not in shapes:
+            if sizes not in shapes or any(type(size) is not int for size in sizes):
                 block_type(self, element_ty, shape)
                 shapes[sizes] = self.shape, self.numel, str(self.shape)
             self.element_ty = element_ty

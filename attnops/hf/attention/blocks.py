@@ -56,9 +56,9 @@ class Blocks(NamedTuple):
     """The step of the layers of one group.
 
     slots: int64 `[T]`, as `write_kv` takes them.
-    pages: int32 `[B, M]`, `[B]`, the page table and the lengths as `paged_attention` takes them;
-    None: the step sees its new keys alone. Pages of a window
-        hold its tokens and no others, in any order.
+    pages: (page table int32 `[B, M]`, lengths int32 `[B]`) as `paged_attention` takes them, or None
+        where the step sees its new keys alone. Pages of a window hold its tokens and no others, in
+        any order.
     """
 
     slots: Tensor

@@ -25,7 +25,7 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import FakeTensor, assert_async, capturing, count_dispatch_modes
 from attnops.core.problem import _OVERRIDE
 from attnops.hf.attention import packed
-from attnops.hf.generation import THREAD, Generation, current_generation
+from attnops.hf.generation import current_generation
 
 FIELDS = 4
 DTYPE = torch.int64
@@ -332,8 +332,7 @@ def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
     seen = torch.as_tensor(request.q_offset, device=known.device)
     high = seen + queries
     unseen = tracing(high)
-    running: Generation | None = None if unseen else getattr(THREAD, "running", None)
-    generation = running if running is not None and running.inside else None
+    generation = None if unseen else current_generation()
     checked = getattr(generation, "checked", None) is own
     fits = high <= request.kv_length
     one = queries == 1 and far(known.device)

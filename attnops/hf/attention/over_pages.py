@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import count_dispatch_modes
 from attnops.core.record import name
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
@@ -145,7 +146,9 @@ def _checked(asked: Asked) -> Range:
         fail(InvalidInput, "attention_mask", got, want)
     batch = request.query.shape[0]
     found: Range | None = None
-    if not torch.compiler.is_compiling() and mask.shape[0] == batch:
+    # A tracer would take the numbers of an attribute for constants.
+    traced = torch.compiler.is_compiling() or count_dispatch_modes() > 0
+    if not traced and mask.shape[0] == batch:
         found = getattr(mask, descriptor.BUILT, None)
     if found is None:
         found = descriptor.read(mask, batch)

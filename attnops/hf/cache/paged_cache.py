@@ -114,8 +114,7 @@ AHEAD = 32
 
 
 class Ahead(NamedTuple):
-    """The batches of coming steps of one token each, as long as all that they follow from is as it
-    was when they were made.
+    """The batches of coming steps of one token each, valid while the other fields are unchanged.
 
     seen: positions before the first of the steps. start, pad: the padding of the rows of a step,
     and of all. policy: that in force. one_launch: as in `Step`.
@@ -419,7 +418,6 @@ class PagedModelCache(Cache):
         if count == 1 and state.filled and not torch.compiler.is_compiling():
             step = self._foreseen(start)
             if step is not None:
-                state.unfinished = 1
                 return step
         real = state.real
         fresh = not state.filled
@@ -455,12 +453,16 @@ class PagedModelCache(Cache):
             and torch.equal(start, ahead.start)
             and torch.equal(pages.pad, ahead.pad)
         )
+        # The step counts as unfinished before it counts as seen: an error leaves no hole.
         if ahead is None or not known:
-            batches = pages.steps(seen - start, AHEAD)
+            batches, one_launch = pages.steps(seen - start, AHEAD), pages.one_launch()
+            state.unfinished = 1
             pages.advance(start, 1)
-            made = Ahead(seen, start, pages.pad.clone(), policy, batches, pages.one_launch())
-            state.ahead = ahead = made
+            # A copy of the padding: `start` may be memory of the caller's mask.
+            ahead = Ahead(seen, start.clone(), pages.pad.clone(), policy, batches, one_launch)
+            state.ahead = ahead
         else:
+            state.unfinished = 1
             pages.seen.add_(1)
         return Step(
             ahead.batches[seen - ahead.seen], (None,) * len(pages.windows), False, ahead.one_launch

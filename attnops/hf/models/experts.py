@@ -23,7 +23,7 @@ from attnops.core.record import asked, changed, name as name_of
 from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded
 from attnops.hf.models.chosen import is_ours
-from attnops.hf.models.trial import Site, Trial, alone, answers, left_alone
+from attnops.hf.models.trial import Site, Trial, alone, answer, left_alone
 from attnops.kernels.triton.attention import FLOATS
 from attnops.kernels.triton.launch.experts_tiles import MOST_TOKENS
 from attnops.nn.steady import apart
@@ -284,10 +284,10 @@ def gate_of(module: Any) -> Gate | None:
 
 def _tried(module: Any, stock: str, floats: tuple[float, ...]) -> Gate | None:
     y = (PROBE * torch.sin(torch.arange(96, dtype=torch.float32).square())).view(4, 24)
-    want = answers(("gated",), module._apply_gate, y)
-    if want is None or want["gated"].shape != (4, 12):
+    want = answer(module._apply_gate, y)
+    if not isinstance(want, Tensor) or want.dtype != y.dtype or want.shape != (4, 12):
         return None
-    trial = Trial(y, want)
+    trial = Trial(y, {"gated": want})
     for activation, interleaved, limit, offset in itertools.product(
         GATES, (False, True), (0.0, *floats), (0.0, 1.0)
     ):

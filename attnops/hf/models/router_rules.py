@@ -257,4 +257,4 @@ def _chooses(trial: _Trial, call: Route, bias: str) -> bool:
 def _weighs(trial: _Trial, call: Route, tolerance: float) -> bool:
     """Are the weights those of the call?"""
     ours = weighed(call, trial.want["logits"].float(), trial.want["index"])
-    return trial.is_met("weights", ours, tolerance, 1e-30)
+    return trial.is_met("weights", ours, tolerance, 1e-30, equal_nan=True)

@@ -82,10 +82,13 @@ def served(cls: Any) -> type:
         rule: Rule | None = self.__dict__.get(_RULE)
         if rule is None or kwargs or not args:
             return apart(cls.forward, self, *args, **kwargs)
-        eager = _is_eager(x := args[0])
-        kind = cls, rule.said, x.device, x.dtype
-        if eager and kind in _LAUNCHED:
-            return cls.forward(self, *args)
+        x = args[0]
+        eager = _is_eager(x)
+        if eager:
+            # A kernel is compiled for a number of experts, which is a size of the weight.
+            kind = cls, rule.said, getattr(self, rule.weight).shape, x.device, x.dtype
+            if kind in _LAUNCHED:
+                return cls.forward(self, *args)
         if is_recorded() or not _serves(self, args, rule):
             return apart(cls.forward, self, *args)
         routed = _routed(self, args, rule)
@@ -106,10 +109,15 @@ def _is_eager(x: Any) -> bool:
     """
     if is_dynamo_compiling() or type(x) is not Tensor:
         return False
-    key = active_policy()
-    if key and ((policy := parse_policy(key)).deterministic or policy.forced("route")):
+    return not (AS_CAPTURED.get() or capturing(x) or _wants_op(active_policy()))
+
+
+def _wants_op(key: str) -> bool:
+    """Does a policy ask for the op by what it says?"""
+    if not key:
         return False
-    return not (AS_CAPTURED.get() or capturing(x))
+    policy = parse_policy(key)
+    return policy.deterministic or bool(policy.forced("route"))
 
 
 def _routed(module: Any, args: tuple[Any, ...], rule: Rule) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,10 +30,12 @@ class Trial:
     inputs: Any
     want: Mapping[str, Tensor]
 
-    def is_met(self, name: str, got: Tensor, rtol: float, atol: float) -> bool:
+    def is_met(
+        self, name: str, got: Tensor, rtol: float, atol: float, equal_nan: bool = False
+    ) -> bool:
         """Is this its answer, within the tolerances, relative and absolute?"""
         want = self.want[name].float()
-        return torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+        return torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,11 @@ def answer(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def answers(names: Sequence[str], call: Callable[..., Any], *args: Any) -> dict[str, Tensor] | None:
-    """The tensors that it gives, by these names; None where it raises, or gives something else."""
-    out = answer(call, *args)
-    given = out if isinstance(out, tuple) else (out,)
-    if len(given) != len(names) or not all(isinstance(t, Tensor) for t in given):
+    """The tensors of the tuple that it gives, by these names; None where it raises, or gives
+    something else."""
+    given = answer(call, *args)
+    if not isinstance(given, tuple) or len(given) != len(names):
+        return None
+    if not all(isinstance(t, Tensor) for t in given):
         return None
     return dict(zip(names, given, strict=True))

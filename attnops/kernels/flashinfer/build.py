@@ -13,7 +13,7 @@ import torch
 from attnops.core.errors import InvalidInput, one_line
 from attnops.kernels.flashinfer import devices, mla, rope, trtllm
 from attnops.kernels.flashinfer.libraries import PACKAGE, Library, unbuilt
-from attnops.kernels.flashinfer.modules import FA2, FA3, HALVES, NAMES, Module, library_of
+from attnops.kernels.flashinfer.modules import DECODE, FA2, FA3, HALVES, NAMES, Module, library_of
 
 AT_ONCE = 3
 """Modules that are built side by side, each by several compilers of up to 4 GB."""
@@ -27,7 +27,10 @@ WORDS = (
     "trtllm",
 )
 """What `attnops build` builds, by the words that messages use."""
-KEPT = (*HALVES, torch.float8_e4m3fn)
+PLAIN = {library.word: library for library in (rope.LIBRARY, trtllm.LIBRARY)}
+STORED = (*HALVES, torch.float8_e4m3fn)
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+"""Head dims of keys and of values that kernels of FlashInfer take."""
 
 
 class Result(NamedTuple):
@@ -40,17 +43,15 @@ class Result(NamedTuple):
 
 def is_word(text: str) -> bool:
     """Is this a module's word, rather than the name of a model?"""
-    return text.split(":")[0] in ("decode", "fa2", "fa3", "mla_fa2", "mla_fa3", "xqa", *WORDS[-2:])
+    return text.split(":")[0] in (*NAMES.values(), "mla_fa2", "mla_fa3", "xqa", *PLAIN)
 
 
 def parse(word: str) -> Library:
     """What the word stands for. Raises InvalidInput."""
     kind, *rest = word.split(":")
     with suppress(ValueError, KeyError):
-        if word == "rope":
-            return rope.LIBRARY
-        if word == "trtllm":
-            return trtllm.LIBRARY
+        if word in PLAIN:
+            return PLAIN[word]
         if kind == "xqa":
             return _xqa(rest)
         if kind.startswith("mla_"):
@@ -65,19 +66,22 @@ def module(word: str) -> Module:
     head_dim, *others = map(_size, dims.split("x"))
     [v_head_dim] = others or [head_dim]
     known = Module._fields[4:]
-    if not {*flags} <= {*known}:
-        raise ValueError(flags)
+    dims_known = (head_dim, v_head_dim) in DIMS
+    decode_fits = path != NAMES[DECODE] or (head_dim == v_head_dim and "sinks" not in flags)
+    if not dims_known or not decode_fits or not {*flags} <= {*known} or len({*flags}) < len(flags):
+        raise ValueError(word)
     chosen = (flag in flags for flag in known)
     return Module(_path(path), _dtype(dtype, HALVES), head_dim, v_head_dim, *chosen)
 
 
 def _mla(kind: str, rest: list[str]) -> Library:
-    dtype, *kept = rest
-    [kv_dtype] = kept or [dtype]
+    dtype, *stored = rest
+    query = _dtype(dtype, HALVES)
+    [kv_dtype] = stored or [dtype]
     path = _path(kind.removeprefix("mla_"))
     if path not in (FA2, FA3):
         raise ValueError(kind)
-    return mla.library_of(path, _dtype(dtype, HALVES), _dtype(kv_dtype, KEPT))
+    return mla.library_of(path, query, _dtype(kv_dtype, (query, torch.float8_e4m3fn)))
 
 
 def _xqa(rest: list[str]) -> Library:
@@ -86,7 +90,7 @@ def _xqa(rest: list[str]) -> Library:
         raise ValueError(flags)
     query = _dtype(dtype, HALVES)
     sizes = (_size(page), _size(dim), _size(group))
-    return devices.xqa_library(query, _dtype(kv_dtype, KEPT), *sizes, bool(flags), query, 1)
+    return devices.xqa_library(query, _dtype(kv_dtype, STORED), *sizes, bool(flags), query, 1)
 
 
 def _size(text: str) -> int:
@@ -112,9 +116,12 @@ def build(libraries: Iterable[Library], at_once: int = AT_ONCE) -> Iterator[Resu
     with suppress(Exception):  # each build says what is wrong
         # Not first in several threads at once, which it does not survive.
         import flashinfer.prefill  # noqa: F401
-    with ThreadPoolExecutor(at_once) as pool:
+    pool = ThreadPoolExecutor(at_once)
+    try:
         for done in as_completed([pool.submit(_built, library) for library in wanted]):
             yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupt waits for what has begun
 
 
 def _built(library: Library) -> Result:

@@ -67,20 +67,23 @@ def unbuilt(libraries: Iterable[Library]) -> tuple[Library, ...]:
 
 
 def announce(library: Library) -> None:
-    """Warn, once a process, that the call that loads `library` will build it."""
-    if library.word not in _announced() and unbuilt((library,)):
-        _announced().add(library.word)
-        warnings.warn(
-            f"FlashInfer builds its module {library.word} in this call: nvcc takes "
-            f"{duration((library,))}. `{COMMAND} {library.word}` builds it beforehand",
-            UserWarning,
-            stacklevel=3,
-        )
+    """Warn that the call that loads `library` will build it. Looks once a process."""
+    if library.word in _announced():
+        return
+    _announced().add(library.word)
+    if not unbuilt((library,)):
+        return
+    warnings.warn(
+        f"FlashInfer builds its module {library.word} in this call: nvcc takes "
+        f"{duration((library,))}. `{COMMAND} {library.word}` builds it beforehand",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 @functools.cache
 def _announced() -> set[str]:
-    """The words of what calls have built."""
+    """The words of what calls have loaded."""
     return set()
 
 
@@ -101,9 +104,9 @@ def built_by(libraries_of: Callable[[Problem], Iterable[Library]]) -> Built:
 
 
 def state() -> str:
-    """The modules that were built on this machine, as a word for cache keys."""
+    """The modules that are built on this machine, as a word for cache keys."""
     version = PACKAGE.version()
-    folders = () if version is None else _own(version)
+    folders = () if version is None else (*_prebuilt(), *_own(version))
     return ",".join(sorted(file.stem for folder in folders for file in folder.glob("*/*.so")))
 
 

@@ -11,7 +11,6 @@ for the last row; nvcc (13.0, for SM90: read in the PTX) drops those loads.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +45,9 @@ def rope_quantize_latent(call: mla.RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
         raise InvalidInput(
             "q_nope", f"{q_nope.numel()} numbers", f"< {OFFSETS}: the kernel counts them in 32 bits"
         )
-    _rope().mla_rope_quantize_fp8(
+    announce(LIBRARY)
+    # Its functions build their module at first use.
+    fi.module("rope").mla_rope_quantize_fp8(
         q_pe,
         k_pe,
         q_nope,
@@ -63,13 +64,6 @@ def rope_quantize_latent(call: mla.RopeQuantizeLatent) -> tuple[Tensor, Tensor]:
         k_nope_out=row[:, :dims],
     )
     return query, row
-
-
-@functools.cache
-def _rope() -> Any:
-    """`flashinfer.rope`, whose functions build their module at first use."""
-    announce(LIBRARY)
-    return fi.module("rope")
 
 
 def _load() -> Any:

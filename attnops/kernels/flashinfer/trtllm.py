@@ -200,7 +200,7 @@ def paged_attention(call: paged.PagedAttention) -> None:
         "multi_ctas_kv_counter_buffer": counters,
     }
     most = pages * k_pages.shape[1]
-    _announce()
+    announce(LIBRARY)
     if few(queries, call.causal):
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
@@ -239,7 +239,7 @@ def varlen_attention(call: varlen.VarlenAttention) -> tuple[Tensor, Tensor]:
     if not runs(call):
         see_nothing(output, lse)
         return output, no_lse(query) if lse is None else lse
-    _announce()
+    announce(LIBRARY)
     from flashinfer.prefill import trtllm_ragged_attention_deepseek
 
     # The op writes its results alone, so that it can have a gradient, and hence takes no workspace
@@ -285,7 +285,7 @@ def mla_attention(call: mla.MlaAttention) -> None:
     )
     tokens, heads = q_nope.shape[:2]
     counters, scratch = _split(call, tokens, 1, "q_nope.shape[0]", "tokens")
-    _announce()
+    announce(LIBRARY)
     from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla  # pyright: ignore[reportAttributeAccessIssue]
 
     tables, lengths, _ = batch_by_token(call)
@@ -331,11 +331,6 @@ def mla_attention(call: mla.MlaAttention) -> None:
         z.masked_fill_(unseen, float("-inf"))
         if z is not lse:
             lse.copy_(z)
-
-
-@functools.cache
-def _announce() -> None:
-    announce(LIBRARY)
 
 
 def _load() -> Any:

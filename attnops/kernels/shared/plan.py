@@ -122,7 +122,7 @@ def read_header(
     made_path, count, ints, pages = numbers[1:FIRST]
     made, fields = numbers[FIRST : FIRST + count], fields_of(shape)
     if made != fields:
-        raise _of_another_call(shape, made, fields, want)
+        raise _of_another_call(shape, count, made, fields, want)
     if call.holes and pages != num_pages:
         want = f"{num_pages}, the pages of this call: give them to {maker}, or promise holes=False"
         raise InvalidInput("plan.num_pages", "unknown" if pages == UNKNOWN else pages, want)
@@ -136,9 +136,12 @@ def read_header(
     return numbers[FIRST + count : FIRST + count + ints]  # type: ignore[no-any-return]
 
 
-def _of_another_call(shape: Any, made: list[int], fields: list[int], want: str) -> InvalidInput:
-    if len(made) != len(fields):
-        return InvalidInput("plan", f"a plan of {len(made)} fields", f"{len(fields)}: {want}")
+def _of_another_call(
+    shape: Any, count: int, made: list[int], fields: list[int], want: str
+) -> InvalidInput:
+    """count: the fields of the plan by its header, which may be more than there are."""
+    if count != len(fields):
+        return InvalidInput("plan", f"a plan of {count} fields", f"{len(fields)}: {want}")
     name, got, own = next(x for x in zip(shape._fields, made, fields, strict=True) if x[1] != x[2])
     return InvalidInput(f"plan.{name}", _shown(name, got), f"{_shown(name, own)}, as in this call")
 

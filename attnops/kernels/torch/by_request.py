@@ -30,8 +30,9 @@ def by_request(run: Run) -> Run:
     def either(call: Any) -> Any:
         return _each(run, call) if deterministic(call.policy) else run(call)
 
-    # Eager calls know their policy when the kernel is chosen, and go straight to this.
-    vars(either)["ordinary"] = run
+    # Eager calls know their policy when the kernel is chosen, and go straight to `run`. A function
+    # that wraps this one takes over its attributes, and is not passed by.
+    vars(either)["ordinary"] = either, run
     return either
 
 

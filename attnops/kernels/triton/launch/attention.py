@@ -278,9 +278,7 @@ def _in_turns(at: grids.Launch, arguments: dict[str, Any], turn: int) -> None:
 
 def _left(rules: Rules) -> int:
     """How many keys before its own a query may see, -1 for all."""
-    if rules.left < 0 or rules.chunk == 0:
-        return max(rules.left, rules.chunk - 1)
-    return min(rules.left, rules.chunk - 1)
+    return min((n for n in (rules.left, rules.chunk - 1) if n >= 0), default=-1)
 
 
 def _odd(key: Tensor, value: Tensor) -> bool:
