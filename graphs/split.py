@@ -235,7 +235,7 @@ def _cut(node: fx.Node, eager: Collection[str], begun: set[Any]) -> Cut | None:
 
 def _name_overload(node: fx.Node) -> None:
     """Have the node call an overload in place of an op, where there is but one to call."""
-    packet = node.target
+    packet: Any = node.target
     if not isinstance(packet, OpOverloadPacket):
         return
     # All overloads of an attnops op have one schema.

@@ -119,9 +119,10 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload):
+    target: Any = node.target
+    if not isinstance(target, OpOverload):
         return False
-    schema = node.target._schema
+    schema = target._schema
     if schema.is_mutable or not schema.returns:
         return False
     return schema.returns[0].alias_info is not None

@@ -164,8 +164,9 @@ def _is_pure_op(target: Any) -> bool:
 
 def written_by(node: fx.Node) -> Iterator[Any]:
     """The arguments that a call may write."""
-    if isinstance(node.target, OpOverload):
-        arguments = node.target._schema.arguments
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        arguments = target._schema.arguments
         given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
         yield from pytree.tree_leaves(
             [

@@ -64,7 +64,8 @@ uncast = getattr(torch._C, "_DisableAutocast", _publicly_uncast)
 """Autocast is off within the block: an op has no autocast rule, and its kernels compute in the
 dtypes of its contract. torch.autocast, which takes its place, takes longer."""
 
-_functorch = torch._C._functorch
+_untyped: Any = torch  # stubs have not all of its modules
+_functorch = _untyped._C._functorch
 of_a_batch: Callable[[Tensor], bool]
 of_a_batch = getattr(_functorch, "is_legacy_batchedtensor", lambda tensor: False)
 """Is it a batch of tensors, as torch.autograd.grad makes one of gradients? Else: no, as in a torch
@@ -247,12 +248,12 @@ SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 """A Function for the level of torch.func at hand: Function itself begins anew at the outermost."""
 
 single_level: Callable[[], ContextManager]
-single_level = torch._functorch.utils.enable_single_level_autograd_function
+single_level = _untyped._functorch.utils.enable_single_level_autograd_function
 """Within the block such a Function may be applied."""
 
 saved_tensors_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]
 saved_tensors_hooks = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
+    _untyped._C._autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
 )
 """The innermost hooks of tensors that autograd saves, as torch.utils.checkpoint sets them, or None.
 Else None: a checkpoint is not seen."""
@@ -373,6 +374,7 @@ def _unheard(*hint: Any) -> None:
     """In place of a hint: compiled code of other sizes is compiled anew, and memory is copied."""
 
 
+_HINTS: dict[str, Callable[..., None]]
 _HINTS = dict.fromkeys(("maybe_mark_dynamic", "mark_static", "mark_static_address"), _unheard)
 
 
