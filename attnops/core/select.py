@@ -217,7 +217,8 @@ class Decision:
 
     @property
     def build(self) -> str:
-        """`; flashinfer is to be chosen once it is built: attnops build ...`, else nothing."""
+        """The kernel that will be chosen once it is built, with the command, as the end of a line;
+        else nothing."""
         if not self.awaited:
             return ""
         return f"; {self.awaited} once it is built: {self.refused[self.awaited][0].want}"
