@@ -121,7 +121,8 @@ class Inputs:
         Raises InvalidInput.
         """
         batch: PagedBatch | None = values.get(self._name)
-        null = self._null(bucket, batch, tokens, requests)
+        if null := self._null(bucket):
+            self._check_null(batch, tokens, requests)
         pairs: list[tuple[Tensor, Tensor]] = []
         rows = [(n, r, values[n]) for n, r in self._rows.items()]
         rows += [(n, r, getattr(batch, n)) for n, r in self._tables.items()]
@@ -155,18 +156,15 @@ class Inputs:
         if self._tables:
             self._pad_requests(bucket, 0, 0, self._null(bucket))
 
-    def _null(
-        self, bucket: Bucket, batch: PagedBatch | None = None, tokens: int = 0, requests: int = 0
-    ) -> bool:
-        """Are padding rows requests of one token that reads the null page?
+    def _null(self, bucket: Bucket) -> bool:
+        """Are padding rows requests of one token that reads the null page?"""
+        return bucket.kind == "decode" and self._pads_with_requests
 
-        Raises InvalidInput if they are and the batch has tokens of no request.
-        """
-        null = bucket.kind == "decode" and self._pads_with_requests
-        if null and batch is not None and (batch.padded or tokens != requests):
+    def _check_null(self, batch: PagedBatch | None, tokens: int, requests: int) -> None:
+        """Raise InvalidInput for a batch with tokens of no request."""
+        if batch is not None and (batch.padded or tokens != requests):
             want = "one token a request and padded=False, which padding='null' requires"
             fail(InvalidInput, "batch", "tokens of no request", want)
-        return null
 
     def _pad_requests(self, bucket: Bucket, tokens: int, requests: int, null: bool) -> Tensor:
         """Set lengths and ends of the padding rows, which start at `requests`.

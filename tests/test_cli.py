@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 from attnops import configs as models
 from attnops.cli import doctor, features
 from attnops.cli.app import app
-from attnops.cli.explain import linear_sites
+from attnops.cli.explain import explain_config, linear_sites
 from attnops.configs import SHAPES
 from attnops.core import problem
+from attnops.core.errors import InvalidInput
 from attnops.core.kernel import all_kernels, kernels_of
 from attnops.core.problem import Target
 from attnops.lowering.explain import packages_of_kernels
@@ -455,3 +456,21 @@ def test_reference_takes_everything(op):
 def test_every_kernel_takes_some_typical_problem():
     # A kernel that took none would stand in the tables as one that runs nowhere.
     assert not [(k.op, k.name) for k in all_kernels() if not features.support(k).runs]
+
+
+def test_an_import_that_fails_is_told_from_a_model_that_cannot_be_built(monkeypatch):
+    """A model's code may import what is not installed; so may attnops.hf under an old
+    transformers."""
+
+    def needs(*_):
+        raise ImportError("the model needs a package")
+
+    config = models.config_of("llama-3-8b-shape")
+    monkeypatch.setattr(models, "build_fake", needs)
+    with pytest.raises(
+        InvalidInput, match=r"^model: got LlamaConfig \(ImportError: the model needs"
+    ):
+        explain_config(config, dtype=torch.bfloat16, tokens=8)
+    monkeypatch.setitem(sys.modules, "attnops.hf", None)
+    with pytest.raises(ImportError, match=r"attnops\.hf"):
+        explain_config(config, dtype=torch.bfloat16, tokens=8)

@@ -17,7 +17,7 @@ from attnops.core.select import Decision
 from attnops.core.traits import Unbuilt
 from attnops.kernels.flashinfer import modules
 from attnops.kernels.flashinfer.build import AT_ONCE, WORDS, build, is_word, parse
-from attnops.kernels.flashinfer.libraries import PACKAGE, Library, duration, unbuilt
+from attnops.kernels.flashinfer.libraries import PACKAGE, Library, unbuilt
 from attnops.ops import OPS
 
 
@@ -75,7 +75,7 @@ def _build(console: Console, wanted: tuple[Library, ...], at_once: int, report: 
     """Build them, print a line as each ends, and add it to the report."""
     names = escape(" ".join(library.word for library in wanted))
     console.print(
-        f"building {names}: {duration(wanted)} of nvcc on 16 cores, {at_once} at once",
+        f"building {names}, {at_once} at once, which may take minutes",
         soft_wrap=True,
     )
     for count, done in enumerate(build(wanted, at_once), 1):

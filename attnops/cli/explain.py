@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -123,11 +124,13 @@ def explain_config(
     )
     tokens = tokens_of(config) if tokens is None else tokens
     paged = cache == "paged"
+    # Before the model: an old transformers has an error of its own.
+    import_module("attnops.hf")
     try:
         found = _by_phase(config, dtype, here, named, batch, tokens, paged)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotExplain(type(config).__name__, error) from error
-    except (AttnopsError, ImportError):
+    except AttnopsError:
         raise
     except Exception as error:  # a model raises any error for the sizes of an unknown config
         raise _unfit(config, tokens, error) from error

@@ -28,7 +28,7 @@ PERIOD_S = 2.0
 class Wish:
     """What was not there when a call was selected.
 
-    kernel, problem: who asks, and of which call. reason: as it was.
+    kernel: that lacks it. problem: the call. reason: what the kernel said.
     first: `op.kernel` of the kernels that calls would take, were it there.
     """
 
@@ -44,7 +44,7 @@ _THREADS: list[threading.Thread] = []
 
 
 def _unlocked() -> None:
-    """A forked process may find the lock taken by a thread that it has not."""
+    """After a fork the lock may be held by a thread of the parent, which never lets it go here."""
     global _LOCK
     _LOCK = threading.Lock()
 

@@ -235,7 +235,7 @@ class Eager:
         return self.through_dispatcher(call, off)
 
     def through_dispatcher(self, call: Any, off: bool) -> Any:
-        """As `self(call, off)`, for a call that no kernel is handed as it is."""
+        """As `self(call, off)`, by torch's dispatcher, which a mode or a profiler sees."""
         plain_only(self.names, call)  # others would be asked what the op shall do
         if is_onnx():
             return self.in_torchs_ops(call)
@@ -498,5 +498,6 @@ def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     """A function that picks these places of a call."""
     if len(places) > 1:
         return itemgetter(*places)
+    # Of one place, or none, itemgetter makes no tuple; a slice of a call is one.
     first = places[0] if places else 0
     return itemgetter(slice(first, first + len(places)))

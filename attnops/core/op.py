@@ -221,8 +221,8 @@ def on_trace(hook: Callable[[], None]) -> None:
 
 @contextmanager
 def not_lowered() -> Iterator[None]:
-    """What this thread traces in the block runs as it is: the hooks of `on_trace`, which import
-    Inductor, wait for another trace."""
+    """The block traces for no Inductor: the hooks of `on_trace`, which import it, wait for another
+    trace."""
     before = _LOWERED.set(False)
     try:
         yield

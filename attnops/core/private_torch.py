@@ -93,8 +93,8 @@ only_warns = getattr(
 """Does it only warn?"""
 
 tracing_context: Callable[[], Any] = TracingContext.try_get
-"""What Dynamo or AOTAutograd traces now, or None. To torch.compiler.is_compiling, the public
-question, code that Dynamo runs while it traces is not compiled."""
+"""What Dynamo or AOTAutograd traces now, or None. torch.compiler.is_compiling, the public way,
+answers no to code that Dynamo runs while it traces."""
 
 
 def capturing(tensor: Tensor) -> bool:
@@ -317,8 +317,8 @@ def spin(cycles: int) -> None:
 
 
 def assume_constant(function: F) -> F:
-    """torch.compiler.assume_constant_result, the import of which takes as long as torch's: Dynamo
-    runs the function and keeps its result. Else it would be traced."""
+    """Dynamo runs the function and keeps its result, where it would trace others. The public way,
+    torch.compiler.assume_constant_result, takes as long to import as torch."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnops.core.errors import InvalidInput, fail
-from attnops.core.private_torch import count_dispatch_modes as _len_torch_dispatch_stack
+from attnops.core.private_torch import count_dispatch_modes
 
 if TYPE_CHECKING:
     from attnops.ops.latent.record import MlaAttention
@@ -235,7 +235,7 @@ def _fits(lengths: Tensor, width: int) -> None:
         and not torch.compiler.is_compiling()
         and lengths.numel() > 0
     )
-    if host and not _len_torch_dispatch_stack() and (longest := int(lengths.max())) > width:
+    if host and not count_dispatch_modes() and (longest := int(lengths.max())) > width:
         raise InvalidInput("max_seqlen", width, f">= {longest}, the longest request by cu_seqlens")
 
 

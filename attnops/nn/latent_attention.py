@@ -256,7 +256,7 @@ class LatentAttention(nn.Module):
         """Is an eager call one of a step over pages that the checks of `forward` would pass?
         others: arguments that such a call does not have. A compiler is not asked: the checks tell
         it which sizes are constants."""
-        if torch.compiler.is_compiling() or {*map(type, others)} != {type(None)}:
+        if torch.compiler.is_compiling() or any(each is not None for each in others):
             return False
         if type(batch) is not PagedBatch or type(hidden) is not Tensor or type(pages) is not Tensor:
             return False

@@ -35,7 +35,7 @@ from tests.standins.flashinfer_folder import SM90, folder, keep, machine
 BF16 = torch.bfloat16
 LLAMA = Features(dtype=BF16, head_dim=64, q_heads=8, causal=True)
 FA3 = "fa3:bfloat16:64"
-COMMAND = f"attnops build {FA3} (about 75 s)"
+COMMAND = f"attnops build {FA3}"
 ABSENT_COMPILER = fi.absent_compiler
 ALLOWED = {"allow": ("flashinfer", "reference")}
 """The kernels of packed attention that a CPU can run here."""
@@ -118,7 +118,7 @@ def test_a_thread_looks_while_something_is_wanted(bare, monkeypatch):
 def test_a_forced_kernel_builds_and_says_so_first_once(bare):
     call = packed()
     said = (
-        rf"FlashInfer builds its module {FA3} in this call: nvcc takes about 75 s. "
+        rf"FlashInfer builds its module {FA3} in this call, which may take minutes. "
         rf"`attnops build {FA3}` builds"
     )
     with pytest.warns(UserWarning, match=said):
@@ -376,7 +376,7 @@ def test_modules_are_built_with_progress(bare):
     done = attnops_build(FA3, "fa2:bfloat16:64", FA3)
     assert done.exit_code == 0, done.output
     first, *lines = done.stdout.splitlines()
-    assert first == f"building {FA3} fa2:bfloat16:64: about 97 s of nvcc on 16 cores, 3 at once"
+    assert first == f"building {FA3} fa2:bfloat16:64, 3 at once, which may take minutes"
     assert [line.split()[:3] for line in lines] == [["1", "of", "2"], ["2", "of", "2"]]
     assert all(line.endswith(": built") for line in lines)
     assert len(flashinfer_modules.BUILT) == 2

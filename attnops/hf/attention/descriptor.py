@@ -167,7 +167,7 @@ class Request(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 
-def mask_function(
+def interface_function(
     mode: Mode, of_keys: Callable[[Request, dict[str, Any]], Tensor | None]
 ) -> Callable[..., Tensor | None]:
     """A function for `AttentionMaskInterface.register`. of_keys: makes the masks of all calls but

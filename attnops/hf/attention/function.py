@@ -178,6 +178,7 @@ def attention_function(
                 if answer is not None:
                     return answer, None
         cls: Any = type(module)
+        # Layers that pass, which are most, cost no call; `check_layer` makes the errors of others.
         served = trusted or (not compiling and cached_routed(cls))
         if compiling or not (served and others.keys() <= HARMLESS):
             check_layer(cls, others, compiling, trusted)

@@ -75,7 +75,7 @@ Found = tuple[Tensor | None] | None
 
 def mask_function(mode: Mode) -> Callable[..., Tensor | None]:
     """A function for `AttentionMaskInterface.register`."""
-    return descriptor.mask_function(mode, _of_keys)
+    return descriptor.interface_function(mode, _of_keys)
 
 
 def _of_keys(request: Request, given: dict[str, Any]) -> Tensor | None:

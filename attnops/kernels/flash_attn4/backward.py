@@ -39,8 +39,8 @@ from attnops.kernels.flash_attn4.fa4 import (
     FAMILIES,
     HALF,
     PACKAGES,
-    alone,
     common_kind,
+    detached_sinks,
     function_of,
     longest,
     once,
@@ -145,7 +145,7 @@ def backward(call: Any, given: tuple[Tensor, ...], batch: dict[str, Any]) -> Gra
     # It asks requires_grad of its inputs, whatever the grad mode.
     query, key, value, grad_output, output = (x.detach() for x in (*given, call.output))
     rules, grad_lse = Rules.of(call), call.grad_lse
-    sinks = None if call.sinks is None else alone(call.sinks)
+    sinks = None if call.sinks is None else detached_sinks(call.sinks)
     grad_output, output = (
         x.contiguous() if 0 in x.stride() else x
         for x in (grad_output.to(query.dtype), output.to(query.dtype))

@@ -226,7 +226,7 @@ def forward(
     kind came before.
     """
     rules = Rules.of(call)
-    sinks = None if call.sinks is None else alone(call.sinks)
+    sinks = None if call.sinks is None else detached_sinks(call.sinks)
     # It asks requires_grad of its inputs, whatever the grad mode.
     query, key, value = (x.detach() if x.requires_grad else x for x in (call.query, key, value))
     requests = batch["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in batch else query.shape[0]
@@ -266,7 +266,7 @@ def forward(
     )
 
 
-def alone(sinks: Tensor) -> Tensor:
+def detached_sinks(sinks: Tensor) -> Tensor:
     """Sinks without a graph, in a dtype that the vendor takes."""
     sinks = sinks.detach() if sinks.requires_grad else sinks
     return sinks.float() if sinks.dtype == torch.float64 else sinks

@@ -47,7 +47,7 @@ def is_word(text: str) -> bool:
 
 
 def parse(word: str) -> Library:
-    """What the word stands for. Raises InvalidInput."""
+    """The library of a word. Raises InvalidInput."""
     kind, *rest = word.split(":")
     with suppress(ValueError, KeyError):
         if word in PLAIN:
@@ -68,7 +68,8 @@ def module(word: str) -> Module:
     known = Module._fields[4:]
     dims_known = (head_dim, v_head_dim) in DIMS
     decode_fits = path != NAMES[DECODE] or (head_dim == v_head_dim and "sinks" not in flags)
-    if not dims_known or not decode_fits or not {*flags} <= {*known} or len({*flags}) < len(flags):
+    flags_known = {*flags} <= {*known} and len({*flags}) == len(flags)
+    if not (dims_known and decode_fits and flags_known):
         raise ValueError(word)
     chosen = (flag in flags for flag in known)
     return Module(_path(path), _dtype(dtype, HALVES), head_dim, v_head_dim, *chosen)
@@ -108,9 +109,11 @@ def _dtype(name: str, known: tuple[torch.dtype, ...]) -> torch.dtype:
 
 
 def build(libraries: Iterable[Library], at_once: int = AT_ONCE) -> Iterator[Result]:
-    """Build and load those that are not there, the slow ones first, and say of each how it ended,
-    as it ends."""
-    wanted = sorted(unbuilt(libraries), key=lambda library: (-library.seconds, library.word))
+    """Build and load those that are not there, and say of each how it ended, as it ends."""
+    # Those of fa3 take longest, and begin first.
+    wanted = sorted(
+        unbuilt(libraries), key=lambda library: ("fa3" not in library.word, library.word)
+    )
     if not wanted:
         return
     with suppress(Exception):  # each build says what is wrong

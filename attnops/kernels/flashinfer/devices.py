@@ -113,7 +113,7 @@ def xqa_library(
         f"_use_spec_dec_False_spec_q_seq_len_{queries}"
     )
     key = (dtype, kv_dtype, page, dim, group, window, out_dtype, queries)
-    return Library(word + flag, (name,), 6, functools.partial(_load_xqa, key))
+    return Library(word + flag, (name,), functools.partial(_load_xqa, key))
 
 
 def _load_xqa(key: tuple[Any, ...]) -> Any:

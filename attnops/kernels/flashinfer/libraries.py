@@ -35,26 +35,18 @@ SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m
 class Library(NamedTuple):
     """What one word of `attnops build` builds.
 
-    word: as the command takes it, and messages say it. names: FlashInfer's, of the files. seconds:
-    of nvcc on the 16 cores of an H200's host; 0: not timed. load: builds them where need be, and
-    loads them.
+    word: as the command takes it, and messages say it. names: FlashInfer's, of the files. load:
+    builds them where need be, and loads them.
     """
 
     word: str
     names: tuple[str, ...]
-    seconds: int
     load: Callable[[], Any]
 
 
-def duration(libraries: Iterable[Library]) -> str:
-    """About how long nvcc takes for these, one after the other."""
-    seconds = [library.seconds for library in libraries]
-    return f"about {sum(seconds)} s" if all(seconds) else "a minute or more"
-
-
 def unbuilt(libraries: Iterable[Library]) -> tuple[Library, ...]:
-    """Those of which a file is missing. None where the package has no metadata, which name its
-    folder."""
+    """The libraries that miss a file. FlashInfer's metadata name the folder; without them none is
+    known to."""
     version = PACKAGE.version()
     if version is None:
         return ()
@@ -74,8 +66,8 @@ def announce(library: Library) -> None:
     if not unbuilt((library,)):
         return
     warnings.warn(
-        f"FlashInfer builds its module {library.word} in this call: nvcc takes "
-        f"{duration((library,))}. `{COMMAND} {library.word}` builds it beforehand",
+        f"FlashInfer builds its module {library.word} in this call, which may take minutes. "
+        f"`{COMMAND} {library.word}` builds it beforehand",
         UserWarning,
         stacklevel=3,
     )
@@ -97,7 +89,7 @@ def built_by(libraries_of: Callable[[Problem], Iterable[Library]]) -> Built:
         if not lacking:
             return None
         words = tuple(library.word for library in lacking)
-        want = f"{COMMAND} {' '.join(words)} ({duration(lacking)})"
+        want = f"{COMMAND} {' '.join(words)}"
         return Unbuilt("module", f"{', '.join(words)}, not built", want, words)
 
     return Built(lacks, state)

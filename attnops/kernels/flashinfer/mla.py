@@ -240,7 +240,7 @@ def library_of(path: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Library:
         f"_dtype_o_{SHORT[dtype]}_dtype_idx_i32_head_dim_ckv_{LATENT}_head_dim_kpe_{ROPE}"
         f"_profiler_False_planabi2{'_sm90' if path == FA3 else ''}"
     )
-    return Library(word, (name,), 18, functools.partial(_load, path, dtype, kv_dtype))
+    return Library(word, (name,), functools.partial(_load, path, dtype, kv_dtype))
 
 
 def libraries_of(path: int, p: Problem) -> tuple[Library, ...]:

@@ -336,9 +336,6 @@ def libraries_of(p: Problem) -> tuple[Library, ...]:
     return tuple(library_of(m, paged) for m in dict.fromkeys(module_of(p, n) for n in asked))
 
 
-TAKES_S = {DECODE: 13, FA2: 22, FA3: 75}
-
-
 def library_of(m: Module, paged: bool = True) -> Library:
     """What is built of a module. paged: `load_paged` loads it."""
     name = _name_of(m)
@@ -349,7 +346,7 @@ def library_of(m: Module, paged: bool = True) -> Library:
             variants.append("_paged_kv_stride_independent")
     names = tuple(name + variant for variant in variants)
     load = functools.partial(_load_paged if paged else _load, m)
-    return Library(str(m), names, len(names) * TAKES_S[m.path], load)
+    return Library(str(m), names, load)
 
 
 def _name_of(m: Module) -> str:

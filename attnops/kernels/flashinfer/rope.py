@@ -72,7 +72,7 @@ def _load() -> Any:
     return gen_rope_module().build_and_load()
 
 
-LIBRARY = Library("rope", ("rope",), 0, _load)
+LIBRARY = Library("rope", ("rope",), _load)
 
 
 def _blocks(p: Problem) -> Refusal | None:

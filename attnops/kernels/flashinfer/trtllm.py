@@ -339,7 +339,7 @@ def _load() -> Any:
     return gen_trtllm_gen_fmha_module().build_and_load()
 
 
-LIBRARY = Library("trtllm", ("fmha_gen",), 0, _load)
+LIBRARY = Library("trtllm", ("fmha_gen",), _load)
 """The code that launches the generated kernels. Which of their files a call fetches is known to it
 alone."""
 
