@@ -4,6 +4,7 @@ that fail: eager's tokens again."""
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import attnops
 from attnops.core.errors import InvalidInput, StaleGraph
@@ -145,3 +146,15 @@ def test_a_capture_that_fails_leaves_nothing_behind(mode, failing):
             handle.step(ids[:, :1], ours)
         assert int(ours.get_seq_length()) == 6 and ours.state.unfinished == 0
         assert relative(handle.step(ids[:, :1], ours), want) < LIMIT
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_compiled_layers_of_code_that_has_changed(monkeypatch, release):
+    """A release keeps what is compiled, and Dynamo does not guard on the code."""
+    with beside("llama", "piecewise") as pair:
+        before = pair.near(*CALL)
+        if release:
+            pair.handle.release()
+        own = LlamaMLP.forward
+        monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x) * -3)
+        assert not torch.equal(pair.near(*CALL), before)
