@@ -1,0 +1,175 @@
+"""`Kinds`: the layers of a step, rewritten by the passes and run as they are, without a
+compiler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..core.errors import one_line
+from ..core.op import not_lowered
+from ..core.private_torch import TracingContext, under_context
+from .as_it_runs import AsItRuns
+from .buckets import Bucket
+from .compile_pieces import Program
+from .eager_capture import capture_mode
+from .per_layer import NotRegional, PerLayer, Regions, Twin, twin
+from .record_functions import (
+    Form,
+    Recording,
+    Slot,
+    mapped,
+    own_tensors,
+    record,
+    tensors_of,
+)
+from .report import Report
+from .stale import in_force
+
+MOST_KEPT = 256
+"""Recorded layers that are kept: those of all buckets."""
+
+Kept = dict[Any, tuple[Recording, Program, Any]]
+"""Recordings by form, with the functions that the form knows by identity."""
+
+
+class Kinds(Regions):
+    """One graph a kind of equal layers and sizes of a step, recorded without Dynamo.
+
+    A graph serves for modules and arguments of its form, under one policy. It does not know whether
+    the code has changed, which its caller compares. Functions run as they are.
+
+    Raises NotRegional as `Regions`, and for a layer whose code does what a graph would not repeat,
+    or whose graph does not give the layer's own numbers.
+
+    kept: recordings of others, to share.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[Callable[[fx.GraphModule], Any]] = (),
+        kept: Kept | None = None,
+    ) -> None:
+        super().__init__("eager", passes)
+        self._kept: Kept = {} if kept is None else kept
+
+    def varying(self, tensor: Tensor, *dims: int) -> Tensor:
+        return tensor
+
+    def __call__(
+        self,
+        call: Any,
+        rows: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        apart: str = "",
+        same: Twin | None = None,
+    ) -> Any:
+        if not isinstance(call, nn.Module):
+            return call(*args, **kwargs)
+        mode = capture_mode()
+        recording, program = self._of(call, args, kwargs, apart)
+        flat = *tensors_of((args, kwargs)), *own_tensors(call).values()
+        self.ran.append(program)
+        if mode is None:
+            results = program.run(flat)
+        else:
+            with mode.aside() as into:
+                results = program.run(flat, into)
+            mode.note(results)
+        return _filled(recording, results)
+
+    def _of(
+        self, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str
+    ) -> tuple[Recording, Program]:
+        same, functions = twin(call)
+        form = Form()
+        given, own = form.of((args, kwargs)), form.of_module(same)
+        key = apart, in_force(), given, own
+        if key not in self._kept:
+            began = time.perf_counter()
+            self._kept[key] = (*self._recorded(call, same, args, kwargs), functions)
+            self.seconds += time.perf_counter() - began
+            if len(self._kept) > MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+        return self._kept[key][:2]
+
+    def _recorded(
+        self, call: nn.Module, same: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Recording, Program]:
+        self._kind, name = type(call), type(call).__name__
+        try:
+            found = record(same, args, kwargs)
+            if capture_mode() is None and _differs(found, call, args, kwargs):
+                raise NotRegional(f"what was recorded of {name} has other results")
+            with _unguarded(found), not_lowered():
+                return found, self._program(found.module)
+        except NotRegional:
+            raise
+        except Exception as error:
+            # The model itself may run all the same, and raises errors of its own.
+            why = f"{name} cannot be recorded: {one_line(error)}"
+            raise NotRegional(why) from error
+
+
+class PerKind(PerLayer):
+    """As `PerLayer`, of recorded layers. Where they cannot be recorded, the model runs as it is."""
+
+    def __init__(self, kinds: Kinds, layered: Callable[..., Any]) -> None:
+        super().__init__(kinds, layered, AsItRuns())
+
+    def trace(self, bucket: Bucket) -> str:
+        """Each bucket is recorded by itself, for its sizes."""
+        return str(bucket)
+
+    def changes(self, error: Exception) -> bool:
+        """Other errors of a capture are those of the model as it runs, too."""
+        if self.regions.refusal or not isinstance(error, NotRegional):
+            return False
+        self.regions.refusal = str(error)
+        return True
+
+    def told(self, report: Report) -> Report:
+        if self.regions.refusal:
+            return replace(report, not_recorded=self.regions.refusal)
+        return replace(report, recorded=len({id(program) for program in self._latest}))
+
+
+class _NoGuards:
+    """Takes the guards of the passes: the recorded graph serves only modules and arguments of its
+    form."""
+
+    def add(self, guard: Any, **_: Any) -> None:
+        """No effect."""
+
+
+def _unguarded(found: Recording) -> AbstractContextManager[Any]:
+    """A context in which passes find the trace that they ask for."""
+    first = next(iter(found.module.graph.nodes))
+    context: Any = TracingContext(first.meta["example_value"].fake_mode)
+    context.guards_context.dynamo_guards = _NoGuards()
+    return under_context(context)
+
+
+def _differs(
+    found: Recording, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Does the graph, before it is rewritten, give other numbers than the module?"""
+    flat = *tensors_of((args, kwargs)), *own_tensors(call).values()
+    got = tensors_of(_filled(found, found.module(*flat)))
+    want = tensors_of(type(call).forward(call, *args, **kwargs))
+    for a, b in zip(got, want, strict=True):
+        same = a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+        if not same or not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
+            return True
+    return False
+
+
+def _filled(found: Recording, results: Any) -> Any:
+    return mapped(found.out, lambda x: results[x.index] if isinstance(x, Slot) else x)

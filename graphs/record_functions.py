@@ -1,0 +1,394 @@
+"""Records the torch functions that a module calls, in a graph of the form that Dynamo gives to a
+backend, without Dynamo.
+
+The module's Python code runs once, on fake tensors of the sizes at hand. So the graph holds for
+these sizes, and for modules and arguments of which all is equal that code may read (see `form`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+
+from ..core.errors import AttnopsError
+from ..core.fx_effects import may_write
+from ..core.private_torch import (
+    SET_GRAD,
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    autocasting,
+)
+
+ALIGNED = 16
+"""Bytes. Kernels and passes ask whether a tensor is so aligned."""
+
+_PLAIN = (Tensor, nn.Parameter)
+_VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class NotRecorded(AttnopsError):
+    """The code does something that a graph of torch functions would not repeat. The message says
+    what."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The graph of a call.
+
+    module: of the tensors of `inputs`, in their order. It returns a tuple of tensors.
+    out: the result, with a `Slot` for each tensor.
+    """
+
+    module: fx.GraphModule
+    out: Any
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor among the results of a graph."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input of the graph comes from, for passes that ask Dynamo's inputs for it."""
+
+    name: str
+
+
+class _Same:
+    """An object that is equal to itself only."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+# Structures -------------------------------------------------------------------------------------
+
+
+def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
+    """The structure with its leaves changed. Tuples, lists, dicts and dataclasses are followed;
+    other objects are leaves."""
+    if type(x) in (tuple, list):
+        return type(x)(mapped(value, change) for value in x)
+    if type(x) is dict:
+        return {name: mapped(value, change) for name, value in x.items()}
+    if is_dataclass(x) and not isinstance(x, (type, Mapping, Slot)):
+        new = copy.copy(x)
+        for each in fields(x):
+            object.__setattr__(new, each.name, mapped(getattr(x, each.name), change))
+        return new
+    return change(x)
+
+
+def tensors_of(x: Any) -> list[Tensor]:
+    """Those among the leaves of a structure, in order."""
+    found: list[Tensor] = []
+    mapped(x, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
+    return found
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters, buffers and other attributes of the module and its submodules that are
+    tensors, by names as Dynamo gives them to inputs."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules(remove_duplicate=True):
+        own = vars(part)
+        prefix = "".join(f"_modules_{name}" for name in path.split(".") if name)
+        kinds = {"parameters": own["_parameters"], "buffers": own["_buffers"], "attributes": own}
+        for kind, held in kinds.items():
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    found[f"l_call{prefix}_{kind}_{name}_"] = value
+    return found
+
+
+class Form:
+    """Hashable descriptions of values, equal for those for which code does the same.
+
+    Tensors are described by layout, alignment and which of them share memory; numbers, words and
+    containers by value; other objects are equal to themselves only.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[int, int]] = {}
+        self._tensors: dict[int, int] = {}
+
+    def of(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._layout(x)
+        if isinstance(x, _VALUES):
+            return type(x), str(x)  # a NaN is equal to itself, and 1 is not True
+        if type(x) in (tuple, list):
+            return type(x), tuple(map(self.of, x))
+        if type(x) in (dict, OrderedDict):
+            return type(x), tuple((name, self.of(value)) for name, value in x.items())
+        if type(x) in (set, frozenset):
+            return type(x), frozenset(map(self.of, x))
+        if is_dataclass(x) and not isinstance(x, (type, Mapping)):
+            return type(x), tuple(self.of(getattr(x, each.name)) for each in fields(x))
+        if type(x) is partial:
+            return partial, self.of((x.func, x.args, x.keywords))
+        return _Same(x)
+
+    def of_module(self, module: nn.Module) -> Any:
+        """Of a twin (see `twin`), which has no number of its own."""
+        return tuple(
+            (path, type(part), self.of({**vars(part), "_modules": tuple(part._modules)}))
+            for path, part in module.named_modules()
+        )
+
+    def _layout(self, t: Tensor) -> Any:
+        storage, offset = t.untyped_storage()._cdata, int(t.storage_offset())
+        number, first = self._storages.setdefault(storage, (len(self._storages), offset))
+        same = self._tensors.setdefault(id(t), len(self._tensors))
+        sizes = tuple(t.shape), t.stride(), offset - first
+        kind = type(t), t.dtype, t.device, t.requires_grad
+        return number, same, sizes, kind, t.data_ptr() % ALIGNED
+
+
+# Recording --------------------------------------------------------------------------------------
+
+
+def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """The graph of `module.forward(*args, **kwargs)`.
+
+    Its inputs are the tensors of the arguments and then those of the module, each in order.
+
+    Args:
+        module: a twin. Its tensors are replaced by fake ones.
+
+    Raises:
+        NotRecorded: the code reads data of a tensor, uses one that is neither an argument nor the
+            module's own, sets attributes, or calls an op by other means than a torch function; a
+            tensor is of a subclass, or autocast is on.
+    """
+    mode = FakeTensorMode()
+    recorder = _Recorder()
+
+    def fake(name: str, t: Tensor) -> Tensor:
+        if type(t) not in _PLAIN:
+            raise NotRecorded(f"{name} is a {type(t).__name__}")
+        return recorder.input(name, mode.from_tensor(t, static_shapes=True))
+
+    numbers = iter(range(len(tensors_of((args, kwargs)))))
+    args, kwargs = mapped(
+        (args, kwargs), lambda x: fake(f"l_{next(numbers)}_", x) if isinstance(x, Tensor) else x
+    )
+    fakes = {name: fake(name, t) for name, t in own_tensors(module).items()}
+    _replace(module, iter(fakes.values()))
+    before = _attributes(module)
+    try:
+        with _quiet(), torch.no_grad(), mode, _Unrecorded(recorder), recorder:
+            out = module.forward(*args, **kwargs)
+    except AttnopsError:
+        raise
+    except Exception as error:
+        raise NotRecorded(f"{type(error).__name__}: {error}") from error
+    if (written := _written(before, _attributes(module))) is not None:
+        raise NotRecorded(f"it sets {written}")
+    return Recording(*recorder.finished(out))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs an op that has no result on fake tensors. Here it is a reason to record nothing,
+    which is told elsewhere."""
+    log, here = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
+
+    def of_others(line: logging.LogRecord) -> bool:
+        return line.thread != here
+
+    log.addFilter(of_others)
+    try:
+        yield
+    finally:
+        log.removeFilter(of_others)
+
+
+def _replace(module: nn.Module, new: Any) -> None:
+    """Put the tensors in place of those that `own_tensors` finds, in its order."""
+    for part in module.modules():
+        own = vars(part)
+        for name in ("_parameters", "_buffers"):
+            held = own[name]
+            own[name] = {n: next(new) if isinstance(t, Tensor) else t for n, t in held.items()}
+        own.update({n: next(new) for n, x in list(own.items()) if isinstance(x, Tensor)})
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What the module and its submodules hold, by name."""
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        own = vars(part)
+        for name, value in {**own, **own["_parameters"], **own["_buffers"]}.items():
+            found[f"{path}.{name}".lstrip(".")] = value
+    return found
+
+
+def _written(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    missing = object()
+    for name in before | after:
+        if before.get(name, missing) is not after.get(name, missing):
+            return name
+    return None
+
+
+class _Recorder(TorchFunctionMode):
+    """Adds a node for each torch function that is called. within: is one running?"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = False
+        self._graph = fx.Graph()
+        self._nodes: dict[int, fx.Node] = {}
+        self._kept: list[Any] = []  # so that no other tensor has the id of one of these
+
+    def input(self, name: str, value: Tensor) -> Tensor:
+        node = self._graph.placeholder(name)
+        node.meta["example_value"] = value
+        node.meta["tensor_dict"] = {}
+        node._dynamo_source = Source(name)
+        if isinstance(value, nn.Parameter):
+            node.meta["tensor_dict"]["_dynamo_static_input_type"] = "unguarded"
+        if id(value) not in self._nodes:
+            self._keep(value, node)
+        return value
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if autocasting():
+            raise NotRecorded("autocast is on")
+        # Before the call, for one that writes may return another object.
+        given = map_aggregate((args, kwargs), self._node)
+        before, self.within = self.within, True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.within = before
+        if not before:
+            self._note(func, *given, out)
+        return out
+
+    def finished(self, out: Any) -> tuple[fx.GraphModule, Any]:
+        """The graph, and the result with slots."""
+        results: list[fx.Node] = []
+
+        def slot(x: Any) -> Any:
+            if isinstance(x, _VALUES):
+                return x
+            if not isinstance(x, Tensor):
+                raise NotRecorded(f"it returns a {type(x).__name__}")
+            results.append(self._node(x))
+            return Slot(len(results) - 1)
+
+        out = mapped(out, slot)
+        self._graph.output(tuple(results))
+        for node in reversed(self._graph.nodes):
+            if node.target is operator.getitem and "part" in node.meta and not node.users:
+                self._graph.erase_node(node)
+        return fx.GraphModule(nn.Module(), self._graph), out
+
+    def _keep(self, value: Tensor, node: fx.Node) -> None:
+        self._nodes[id(value)] = node
+        self._kept.append(value)
+
+    def _node(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if (node := self._nodes.get(id(x))) is None:
+            raise NotRecorded("it uses a tensor that is neither an argument nor its own")
+        return node
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = getattr(func, "__name__", "")
+        is_op = isinstance(func, (OpOverload, OpOverloadPacket))
+        if name in ("__set__", "__delete__"):
+            raise NotRecorded(f"it sets {func.__self__.__name__} of a tensor")
+        if func is SET_GRAD:
+            if args[0]:
+                raise NotRecorded("it switches gradients on")
+            return
+        if not (out is None or is_op or _holds_tensors(out)):
+            return  # a size, a dtype or another fact, which holds for all calls of this form
+        if name == "__get__":
+            self._add("call_function", getattr, (args[0], func.__self__.__name__), {}, out)
+        elif not _is_method(func, name):
+            self._add("call_function", func, args, kwargs, out)
+        elif name.startswith("__") and hasattr(operator, name):
+            self._add("call_function", getattr(operator, name), args, kwargs, out)
+        else:
+            self._add("call_method", name, args, kwargs, out)
+
+    def _add(self, kind: str, target: Any, args: Any, kwargs: Any, out: Any) -> None:
+        node = self._graph.create_node(kind, target, args, kwargs)
+        if isinstance(out, Tensor) and id(out) in self._nodes and not may_write(node):
+            # A conversion to what the tensor is already. Its users read the tensor itself.
+            self._graph.erase_node(node)
+            return
+        self._value(node, out)
+
+    def _value(self, node: fx.Node, out: Any) -> None:
+        node.meta["example_value"] = out
+        if isinstance(out, Tensor):
+            self._keep(out, node)
+        elif isinstance(out, (tuple, list)):
+            for i, part in enumerate(out):
+                one = self._graph.call_function(operator.getitem, (node, i))
+                one.meta["part"] = True
+                self._value(one, part)
+
+
+def _holds_tensors(out: Any) -> bool:
+    """Also of a tuple of a class of its own, as torch.topk returns."""
+    if isinstance(out, (tuple, list)):
+        return any(map(_holds_tensors, out))
+    return isinstance(out, Tensor)
+
+
+def _is_method(func: Any, name: str) -> bool:
+    """Of tensors: of C, or in Python beside those."""
+    of_c = getattr(func, "__objclass__", None) in (Tensor, Tensor.__mro__[1])
+    return of_c or (
+        getattr(func, "__module__", "") == Tensor.split.__module__ and hasattr(Tensor, name)
+    )
+
+
+class _Unrecorded(TorchDispatchMode):
+    """Raises NotRecorded for an op that is called by other means than a torch function: the graph
+    would not have it."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not self._recorder.within:
+            raise NotRecorded(f"{func} is called by no torch function")
+        return func(*args, **(kwargs or {}))

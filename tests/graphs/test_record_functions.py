@@ -1,0 +1,287 @@
+"""Graphs of torch functions that are recorded without Dynamo: the module's own bits, and a reason
+where a graph would not repeat what the code does."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from attnops.graphs.kinds import Kinds
+from attnops.graphs.per_layer import NotRegional, twin
+from attnops.graphs.record_functions import Form, NotRecorded, own_tensors, record, tensors_of
+from tests.helpers import fresh_process
+
+OTHER = torch.ones(4)
+
+
+class Layer(nn.Module):
+    """compute: of the module and its input."""
+
+    def __init__(self, compute, act=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.compute, self.act = nn.Linear(4, 4), compute, act
+        self.register_buffer("bias", torch.randn(4))
+        self.scale, self.count, self.layer_idx = torch.tensor(2.0), 0, 3
+
+    def forward(self, x, **more):
+        return self.compute(self, x, **more)
+
+
+def of(module, *args, **kwargs):
+    with torch.no_grad():
+        return record(twin(module)[0], args, kwargs)
+
+
+def many(self, x, pair):
+    """Methods, operators in both orders, properties, indexes, results in tuples, writes."""
+    x = self.linear(x) * self.scale + 1.0 - 2 / (3 - x.T.T)
+    first, second = x.chunk(2, -1)
+    values, at = torch.topk(x, 2)
+    new = torch.empty_like(x)
+    new.copy_(x).mul_(2)
+    new[:, 0] = pair[0][:, 0]
+    new += self.bias**2
+    rows = new[..., : new.shape[1] // 2] @ second.mT
+    return {"rows": rows, "more": (first.sum(-1), [values, at], "a word")}, x
+
+
+def test_a_recorded_graph_gives_the_modules_bits():
+    layer, x, pair = Layer(many), torch.randn(3, 4), (torch.randn(3, 4), None)
+    found = of(layer, x, pair=pair)
+    want = tensors_of(layer(x, pair=pair))
+    got = found.module(x, *tensors_of(pair), *own_tensors(layer).values())
+    assert len(got) == len(want) == 5 and all(map(torch.equal, got, want))
+    assert found.out[0]["more"][2] == "a word"
+    assert layer.bias.abs().sum() > 0 and type(layer.scale) is torch.Tensor, (
+        "the twin alone is fake"
+    )
+
+
+def unseen(self, x):
+    with torch._C.DisableTorchFunction():
+        return x + 1
+
+
+def kept(self, x):
+    self.last = x
+    return x + 1
+
+
+def counted(self, x):
+    self.count += 1
+    return x + 1
+
+
+def buffered(self, x):
+    self.bias = x
+    return x + 1
+
+
+def cast(self, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.linear(x)
+
+
+def with_gradients(self, x):
+    with torch.enable_grad():
+        return self.linear(x)
+
+
+def set_data(self, x):
+    x.data = x * 2
+    return x
+
+
+@pytest.mark.parametrize(
+    ("compute", "why"),
+    [
+        (lambda self, x: x + 1 if x.sum() > 0 else x, "DataDependentOutputException"),
+        (lambda self, x: x * x.max().item(), "DataDependentOutputException"),
+        (lambda self, x: x[x > 0], "DynamicOutputShapeException"),
+        (lambda self, x: x + OTHER, "neither an argument nor its own"),
+        (unseen, "aten.add.Tensor is called by no torch function"),
+        (kept, "it sets last"),
+        (counted, "it sets count"),
+        (buffered, "it sets bias"),
+        (cast, "autocast is on"),
+        (with_gradients, "it switches gradients on"),
+        (set_data, "it sets data of a tensor"),
+        (lambda self, x: iter([x]), "it returns a list_iterator"),
+        (lambda self, x: torch.ones(3) + torch.nn.functional.linear(x, x[:3]), "RuntimeError"),
+    ],
+)
+def test_code_that_a_graph_would_not_repeat(compute, why):
+    with pytest.raises(NotRecorded) as told:
+        of(Layer(compute), torch.randn(2, 4))
+    assert why in str(told.value)
+
+
+class Odd(torch.Tensor):
+    pass
+
+
+def test_a_subclass_of_tensors():
+    with pytest.raises(NotRecorded) as told:
+        of(Layer(kept), torch.randn(2, 4).as_subclass(Odd))
+    assert "is a Odd" in str(told.value)
+
+
+def form(module, *args):
+    found = Form()
+    return found.of(args), found.of_module(twin(module)[0])
+
+
+def gelu():
+    return partial(torch.nn.functional.gelu, approximate="tanh")
+
+
+def test_equal_layers_have_one_form():
+    """Their numbers, tensors and partial functions are their own."""
+    x, one, other = torch.randn(2, 4), Layer(many, gelu()), Layer(many, gelu())
+    other.layer_idx = 5
+    assert form(one, x) == form(other, torch.randn(2, 4))
+
+
+def strided(layer):
+    layer.linear.weight.data = torch.randn(4, 4).t()
+
+
+def aligned(layer):
+    layer.linear.weight.data = torch.randn(17)[1:].view(4, 4)
+
+
+def tied(layer):
+    layer.bias = layer.linear.bias.data
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        strided,
+        aligned,
+        tied,
+        lambda layer: layer.train(False),
+        lambda layer: setattr(layer, "count", 0.0),
+        lambda layer: setattr(layer, "act", partial(torch.nn.functional.gelu)),
+        lambda layer: setattr(layer, "linear", nn.Linear(4, 4, bias=False)),
+        lambda layer: layer.linear.double(),
+        lambda layer: layer.linear.register_forward_hook(print),
+        lambda layer: setattr(layer.linear.weight, "requires_grad", False),
+    ],
+)
+def test_layers_that_differ_have_other_forms(change):
+    one, other = Layer(many, gelu()), Layer(many, gelu())
+    change(other)
+    assert form(one) != form(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.randn(2, 4), torch.randn(3, 4)),
+        (torch.randn(2, 4), torch.randn(4, 2).t()),
+        (torch.randn(2, 4), torch.randn(2, 4).double()),
+        (torch.randn(9)[:8], torch.randn(9)[1:]),
+        ((OTHER, OTHER), (OTHER, OTHER.clone())),
+        ((OTHER[:2], OTHER[2:]), (OTHER[:2], OTHER[1:3])),
+        ([1, 2], (1, 2)),
+        (1, True),
+        ({"a": 1}, {"b": 1}),
+    ],
+)
+def test_arguments_that_differ_have_other_forms(one, other):
+    assert Form().of(one) != Form().of(other)
+
+
+def run(kinds, layers, x, **more):
+    kinds.begin()
+    with torch.no_grad():
+        for layer in layers:
+            x = kinds(layer, x.shape[0], (x,), more)
+    return x
+
+
+def plain(self, x):
+    return self.linear(x).relu() * self.scale
+
+
+def test_one_graph_a_kind_of_layer_and_size():
+    layers, kinds = [Layer(plain) for _ in range(3)], Kinds()
+    for layer in layers:
+        torch.nn.init.normal_(layer.linear.weight)
+    layers[1].scale = torch.tensor(3.0)
+    for rows, traces in ((2, 1), (2, 1), (5, 2)):
+        x = torch.randn(rows, 4)
+        with torch.no_grad():
+            want = layers[2](layers[1](layers[0](x)))
+        assert torch.equal(run(kinds, layers, x), want) and kinds._traces == traces
+
+
+def test_more_kinds_than_a_step_may_have():
+    layers = [Layer(plain) for _ in range(5)]
+    for number, layer in enumerate(layers):
+        layer.count = number
+    with pytest.raises(NotRegional, match="more than 4 layers of a step differ"):
+        run(Kinds(), layers, torch.randn(2, 4))
+
+
+def other_on_fakes(self, x):
+    return x + 1 if isinstance(x, FakeTensor) else x + 2
+
+
+def numbered(self, x):
+    return x * (self.layer_idx + 1)
+
+
+@pytest.mark.parametrize(
+    ("compute", "why"),
+    [
+        (other_on_fakes, "what was recorded of Layer has other results"),
+        (numbered, "unsupported operand"),
+        (kept, "Layer cannot be recorded: .*it sets last"),
+    ],
+)
+def test_a_layer_that_is_not_recorded(compute, why):
+    layer = Layer(compute)
+    with pytest.raises(NotRegional, match=why):
+        run(Kinds(), [layer], torch.randn(2, 4))
+    assert type(layer.linear.weight) is nn.Parameter
+
+
+def test_an_error_of_a_pass_is_a_reason():
+    def fails(gm):
+        raise ValueError("no such node")
+
+    with pytest.raises(NotRegional, match="no such node"):
+        run(Kinds([fails]), [Layer(plain)], torch.randn(2, 4))
+
+
+def test_fake_tensors_that_fail_are_not_logged(caplog):
+    def grouped(self, x):
+        ends = torch.tensor([1, 2], dtype=torch.int32)
+        return torch.ops.aten._grouped_mm(x.int(), x.int(), ends)
+
+    with pytest.raises(NotRecorded):
+        of(Layer(grouped), torch.randn(2, 4))
+    assert not caplog.records
+
+
+def test_a_recorded_layer_calls_neither_dynamo_nor_inductor():
+    """torch's fake tensors import the packages, but not the parts that lower a graph."""
+    code = """
+import sys
+import torch
+from attnops.graphs.kinds import Kinds
+from attnops.lowering import fuse_norm_linear_pass, fuse_rotation_pass, merge_linears_pass
+passes = (merge_linears_pass, fuse_rotation_pass, fuse_norm_linear_pass)
+layer = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 8), torch.nn.SiLU())
+with torch.no_grad():
+    x = torch.randn(2, 8)
+    assert torch.equal(Kinds(passes)(layer, 2, (x,), {}), layer(x))
+print([name for name in sys.modules if name.startswith("torch._inductor.lowering")])
+print(dict(torch._dynamo.utils.counters))
+"""
+    assert fresh_process(code).split() == ["[]", "{}"]
