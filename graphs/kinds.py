@@ -123,10 +123,21 @@ class PerKind(PerLayer):
 
     def __init__(self, kinds: Kinds, layered: Callable[..., Any]) -> None:
         super().__init__(kinds, layered, AsItRuns())
+        self._watched = False
 
     def trace(self, bucket: Bucket) -> str:
         """Each bucket is recorded by itself, for its sizes."""
         return str(bucket)
+
+    def prepare(self, options: Options, bucket: Bucket, values: Values) -> None:
+        """Also run the model itself once, to see whether it changes more than tensors: a capture
+        does not run the code of its layers."""
+        super().prepare(options, bucket, values)
+        if self._watched or self.regions.refusal:
+            return  # a capture of the model as it is watches it itself
+        with options.watch():
+            self.whole.run(options, bucket, values)
+        self._watched = True
 
     def changes(self, error: Exception) -> bool:
         """Other errors of a capture are those of the model as it runs, too."""

@@ -1,5 +1,6 @@
 """Steps of mode "auto" before anything is compiled: the layers, rewritten, without a compiler."""
 
+import copy
 from contextlib import contextmanager
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import attnops
+from attnops.core.errors import NotFast
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from tests.hf.decoding import beside, generated, logits
@@ -161,3 +163,38 @@ def test_an_object_whose_contents_change(release):
             rule.factor = -3.0
         assert not torch.equal(pair.near(2, 9, 4), want)
         assert report(pair).recorded == 4
+
+
+class Calls:
+    count = 0
+
+
+OF_ALL: list[int] = []
+
+
+class OnAnObject(LlamaMLP):
+    def forward(self, x):
+        self.calls.count += 1
+        return super().forward(x)
+
+
+class OnAGlobal(LlamaMLP):
+    def forward(self, x):
+        OF_ALL.append(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [OnAnObject, OnAGlobal])
+def test_layers_that_change_more_than_tensors_are_not_captured(make):
+    """Their code runs when they are recorded, and not in a capture. Each layer does it, so that
+    they are equal."""
+    twin = tiny.model("llama")
+    model, calls = copy.deepcopy(twin), Calls()
+    for layer in model.model.layers:
+        layer.mlp.__class__, layer.mlp.calls = make, calls
+    with beside(model, "auto", twin, compile_after=99) as pair:
+        with pytest.warns(NotFast, match="the model's own forward writes"):
+            pair.same(2, 9, 4)
+        before = calls.count + len(OF_ALL)
+        pair.same(2, 9, 4)
+        assert calls.count + len(OF_ALL) == before + 4 * 2, "each call of the model ran it twice"
