@@ -165,6 +165,16 @@ def test_an_object_whose_contents_change(release):
         assert report(pair).recorded == 4
 
 
+def test_release_keeps_nothing_that_was_recorded():
+    """What is recorded keeps the objects of its calls."""
+    with first("llama") as pair:
+        pair.same(2, 9, 4)
+        kept = pair.decoder._recorded
+        assert kept
+        pair.handle.release()
+        assert not kept
+
+
 class Calls:
     count = 0
 

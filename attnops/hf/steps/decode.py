@@ -405,6 +405,7 @@ class Decoder:
             self._glance, self.look, self.aside = None, True, ""
             self._written.clear()
             self._effects.clear()
+            self._recorded.clear()
             self._without.clear()
             self.failures.clear()
             self.prompts.failures.clear()
