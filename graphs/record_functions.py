@@ -93,14 +93,38 @@ def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
     other objects are leaves."""
     if type(x) in (tuple, list):
         return type(x)(mapped(value, change) for value in x)
+    if _is_named(x):
+        return x._make(mapped(value, change) for value in x)
     if type(x) is dict:
         return {name: mapped(value, change) for name, value in x.items()}
-    if is_dataclass(x) and not isinstance(x, (type, Mapping, Slot)):
-        new = copy.copy(x)
-        for each in fields(x):
-            object.__setattr__(new, each.name, mapped(getattr(x, each.name), change))
-        return new
-    return change(x)
+    if not _has_fields(x) or isinstance(x, Slot):
+        return change(x)
+    new = {name: mapped(value, change) for name, value in _held(x).items()}
+    if isinstance(x, Mapping):
+        return type(x)(**new)
+    made = copy.copy(x)
+    for name, value in new.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _is_named(x: Any) -> bool:
+    """Is it a NamedTuple?"""
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def _has_fields(x: Any) -> bool:
+    """Is it an object of a dataclass? One that is a dict as well is made of its fields, as those of
+    transformers' results are."""
+    if isinstance(x, type) or not is_dataclass(x):
+        return False
+    return not isinstance(x, Mapping) or x.keys() <= {each.name for each in fields(x)}
+
+
+def _held(x: Any) -> dict[str, Any]:
+    """What an object of a dataclass holds, by name: also what is set beside its fields."""
+    own = {each.name: getattr(x, each.name) for each in fields(x) if hasattr(x, each.name)}
+    return own | getattr(x, "__dict__", {})
 
 
 def tensors_of(x: Any) -> list[Tensor]:
@@ -141,14 +165,14 @@ class Form:
             return self._layout(x)
         if isinstance(x, _VALUES):
             return type(x), str(x)  # a NaN is equal to itself, and 1 is not True
-        if type(x) in (tuple, list):
+        if type(x) in (tuple, list) or _is_named(x):
             return type(x), tuple(map(self.of, x))
         if type(x) in (dict, OrderedDict):
             return type(x), tuple((name, self.of(value)) for name, value in x.items())
         if type(x) in (set, frozenset):
             return type(x), frozenset(map(self.of, x))
-        if is_dataclass(x) and not isinstance(x, (type, Mapping)):
-            return type(x), tuple(self.of(getattr(x, each.name)) for each in fields(x))
+        if _has_fields(x):
+            return type(x), self.of(dict(sorted(_held(x).items())))
         if type(x) is partial:
             return partial, self.of((x.func, x.args, x.keywords))
         return _Same(x)
@@ -161,6 +185,8 @@ class Form:
         )
 
     def _layout(self, t: Tensor) -> Any:
+        if type(t) not in _PLAIN or t.layout is not torch.strided:
+            return _Same(t)
         storage, offset = t.untyped_storage()._cdata, int(t.storage_offset())
         number, first = self._storages.setdefault(storage, (len(self._storages), offset))
         same = self._tensors.setdefault(id(t), len(self._tensors))
