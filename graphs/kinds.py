@@ -4,8 +4,8 @@ compiler."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +35,8 @@ from .stale import in_force
 MOST_KEPT = 256
 """Recorded layers that are kept: those of all buckets."""
 
-Kept = dict[Any, tuple[Recording, Program, Any]]
-"""Recordings by form, with the functions that the form knows by identity."""
+Kept = dict[Any, tuple[Recording, Program]]
+"""Recordings by form, which keeps what it knows by identity. Those that served last come last."""
 
 
 class Kinds(Regions):
@@ -88,34 +88,46 @@ class Kinds(Regions):
     def _of(
         self, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str
     ) -> tuple[Recording, Program]:
-        same, functions = twin(call)
-        form = Form()
-        given, own = form.of((args, kwargs)), form.of_module(same)
-        key = apart, in_force(), given, own
-        if key not in self._kept:
-            began = time.perf_counter()
-            self._kept[key] = (*self._recorded(call, same, args, kwargs), functions)
-            self.seconds += time.perf_counter() - began
-            if len(self._kept) > MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)))
-        return self._kept[key][:2]
+        with _refused(call):
+            same, _ = twin(call)
+            form = Form()
+            given, own = form.of((args, kwargs)), form.of_module(same)
+            key = apart, in_force(), given, own
+            found = self._kept.pop(key, None)
+            if found is None:
+                began = time.perf_counter()
+                found = self._recorded(call, same, args, kwargs)
+                self.seconds += time.perf_counter() - began
+        self._kept[key] = found
+        if len(self._kept) > MOST_KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        return found
 
     def _recorded(
         self, call: nn.Module, same: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Recording, Program]:
         self._kind, name = type(call), type(call).__name__
-        try:
-            found = record(same, args, kwargs)
-            if capture_mode() is None and _differs(found, call, args, kwargs):
-                raise NotRegional(f"what was recorded of {name} has other results")
-            with _unguarded(found), not_lowered():
-                return found, self._program(found.module)
-        except NotRegional:
-            raise
-        except Exception as error:
-            # The model itself may run all the same, and raises errors of its own.
-            why = f"{name} cannot be recorded: {one_line(error)}"
-            raise NotRegional(why) from error
+        if capture_mode() is not None:
+            # Its results could not be compared with the module's.
+            raise NotRegional(f"{name} was called otherwise than before the capture")
+        found = record(same, args, kwargs)
+        if _differs(found, call, args, kwargs):
+            raise NotRegional(f"what was recorded of {name} has other results")
+        with _unguarded(found), not_lowered():
+            return found, self._program(found.module)
+
+
+@contextmanager
+def _refused(call: nn.Module) -> Iterator[None]:
+    """Errors of the block are reasons not to record: the model itself may run all the same, and
+    raises errors of its own. Memory that is short now may be there later."""
+    try:
+        yield
+    except (NotRegional, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        why = f"{type(call).__name__} cannot be recorded: {one_line(error)}"
+        raise NotRegional(why) from error
 
 
 class PerKind(PerLayer):

@@ -1,13 +1,20 @@
 """Graphs of torch functions that are recorded without Dynamo: the module's own bits, and a reason
 where a graph would not repeat what the code does."""
 
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers import LlamaConfig
+from transformers.modeling_outputs import BaseModelOutput
 
+from attnops.graphs import kinds as kinds_of_layers
+from attnops.graphs.cuda_graphs import Recorded
+from attnops.graphs.eager_capture import CaptureMode
 from attnops.graphs.kinds import Kinds
 from attnops.graphs.per_layer import NotRegional, twin
 from attnops.graphs.record_functions import Form, NotRecorded, own_tensors, record, tensors_of
@@ -196,6 +203,55 @@ def test_arguments_that_differ_have_other_forms(one, other):
     assert Form().of(one) != Form().of(other)
 
 
+class Pair(NamedTuple):
+    factor: int
+    offset: torch.Tensor
+
+
+@dataclass
+class Rule:
+    factor: int = 1
+    unset: int = field(init=False)
+
+
+@dataclass(slots=True)
+class Slotted:
+    factor: int = 1
+
+
+def config(kind):
+    made = LlamaConfig()
+    made._attn_implementation = kind
+    return made
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (Pair(1, OTHER), Pair(1, OTHER), Pair(2, OTHER)),
+        (Slotted(1), Slotted(1), Slotted(2)),
+        (Rule(1), Rule(1), Rule(2)),
+        (BaseModelOutput(OTHER), BaseModelOutput(OTHER), BaseModelOutput(OTHER[:2])),
+        (config("sdpa"), config("sdpa"), config("eager")),
+        (OTHER.to_sparse(), None, OTHER.to_sparse()),
+    ],
+)
+def test_objects_are_known_by_all_that_they_hold(one, same, other):
+    """Also by what is set beside the fields of a dataclass, and without those that are not set."""
+    assert Form().of(one) == Form().of(one if same is None else same) != Form().of(other)
+
+
+def with_structures(self, x, pair=None):
+    return BaseModelOutput(x * pair.factor, (x + pair.offset,)), pair
+
+
+def test_structures_of_arguments_and_results():
+    layer, x, pair = Layer(with_structures), torch.randn(2, 4), Pair(3, torch.randn(4))
+    found, given = run(Kinds(), [layer], x, pair=pair)
+    assert type(found) is BaseModelOutput and type(given) is Pair and given.factor == 3
+    assert torch.equal(found[0], x * 3) and torch.equal(found.hidden_states[0], x + pair.offset)
+
+
 def run(kinds, layers, x, **more):
     kinds.begin()
     with torch.no_grad():
@@ -226,6 +282,61 @@ def test_more_kinds_than_a_step_may_have():
         layer.count = number
     with pytest.raises(NotRegional, match="more than 4 layers of a step differ"):
         run(Kinds(), layers, torch.randn(2, 4))
+
+
+def implemented(self, x):
+    return x * (2 if self.config._attn_implementation == "eager" else 1)
+
+
+def test_layers_whose_configs_differ_share_no_graph():
+    layers, x = [Layer(implemented), Layer(implemented)], torch.randn(2, 4)
+    for layer, kind in zip(layers, ("sdpa", "eager"), strict=True):
+        layer.config = config(kind)
+    kinds = Kinds()
+    assert torch.equal(run(kinds, layers, x), x * 2) and kinds._traces == 2
+
+
+def endless():
+    found = []
+    found.append(found)
+    return found
+
+
+def test_an_error_of_a_form_is_a_reason():
+    layer = Layer(plain)
+    layer.held = endless()
+    with pytest.raises(NotRegional, match="Layer cannot be recorded: RecursionError"):
+        run(Kinds(), [layer], torch.randn(2, 4))
+
+
+def test_memory_that_is_short_is_no_reason():
+    """The same layer may be recorded later."""
+
+    def short(self, x):
+        if isinstance(x, FakeTensor):
+            return x + 1
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(Kinds(), [Layer(short)], torch.randn(2, 4))
+
+
+def test_nothing_is_recorded_in_a_capture():
+    """Its results could not be compared."""
+    with (
+        CaptureMode(Recorded(None)),
+        pytest.raises(NotRegional, match="Layer was called otherwise than before the capture"),
+    ):
+        run(Kinds(), [Layer(plain)], torch.randn(2, 4))
+
+
+def test_those_that_served_last_are_kept(monkeypatch):
+    monkeypatch.setattr(kinds_of_layers, "MOST_KEPT", 2)
+    kinds, layer, found = Kinds(), Layer(plain), []
+    for rows in (1, 2, 1, 3, 1, 2):
+        run(kinds, [layer], torch.randn(rows, 4))
+        found.append(kinds._traces)
+    assert found == [1, 2, 2, 3, 3, 4]
 
 
 def other_on_fakes(self, x):
