@@ -19,6 +19,7 @@ from .as_it_runs import AsItRuns
 from .buckets import Bucket
 from .compile_pieces import Program
 from .eager_capture import capture_mode
+from .options import Options, Values
 from .per_layer import NotRegional, PerLayer, Regions, Twin, twin
 from .record_functions import (
     Form,

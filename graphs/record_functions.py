@@ -38,6 +38,22 @@ ALIGNED = 16
 """Bytes. Kernels and passes ask whether a tensor is so aligned."""
 
 _PLAIN = (Tensor, nn.Parameter)
+_UNKNOWN = frozenset(
+    (
+        "_base",
+        "_version",
+        "data_ptr",
+        "grad",
+        "grad_fn",
+        "is_inference",
+        "is_pinned",
+        "is_shared",
+        "storage",
+        "storage_offset",
+        "untyped_storage",
+    )
+)
+"""Facts of a tensor that its form does not have, or that a fake tensor does not."""
 _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -309,6 +325,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if autocasting():
             raise NotRecorded("autocast is on")
+        if not self.within and (name := _name(func)) in _UNKNOWN:
+            raise NotRecorded(f"it asks for {name} of a tensor")
         # Before the call, for one that writes may return another object.
         given = map_aggregate((args, kwargs), self._node)
         before, self.within = self.within, True
@@ -387,6 +405,12 @@ class _Recorder(TorchFunctionMode):
                 one = self._graph.call_function(operator.getitem, (node, i))
                 one.meta["part"] = True
                 self._value(one, part)
+
+
+def _name(func: Any) -> str:
+    """Of a property, where it is one."""
+    name: str = getattr(func, "__name__", "")
+    return func.__self__.__name__ if name == "__get__" else name
 
 
 def _holds_tensors(out: Any) -> bool:
