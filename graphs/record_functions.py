@@ -12,7 +12,7 @@ import logging
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ..core.errors import AttnopsError
-from ..core.fx_effects import may_write
+from ..core.fx_effects import may_write, storages, written_by
 from ..core.private_torch import (
     SET_GRAD,
     FakeTensorMode,
@@ -224,8 +225,9 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     Raises:
         NotRecorded: the code reads data of a tensor, uses one that is neither an argument nor the
-            module's own, sets attributes, or calls an op by other means than a torch function; a
-            tensor is of a subclass, or autocast is on.
+            module's own, changes what the module, its arguments or tensors hold, writes a tensor
+            that it did not make by another op than ours, or calls an op by other means than a torch
+            function; a tensor is of a subclass, or autocast is on.
     """
     mode = FakeTensorMode()
     recorder = _Recorder()
@@ -241,7 +243,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
     fakes = {name: fake(name, t) for name, t in own_tensors(module).items()}
     _replace(module, iter(fakes.values()))
-    before = _attributes(module)
+    before = _state(module, (args, kwargs), recorder.inputs)
     try:
         with _quiet(), torch.no_grad(), mode, _Unrecorded(recorder), recorder:
             out = module.forward(*args, **kwargs)
@@ -249,8 +251,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise
     except Exception as error:
         raise NotRecorded(f"{type(error).__name__}: {error}") from error
-    if (written := _written(before, _attributes(module))) is not None:
-        raise NotRecorded(f"it sets {written}")
+    _refuse_changes(before, _state(module, (args, kwargs), recorder.inputs))
     return Recording(*recorder.finished(out))
 
 
@@ -271,39 +272,84 @@ def _quiet() -> Iterator[None]:
 
 
 def _replace(module: nn.Module, new: Any) -> None:
-    """Put the tensors in place of those that `own_tensors` finds, in its order."""
+    """Put the tensors in place of those that `own_tensors` finds, in its order, and copies in place
+    of containers, which are the module's own in its twin, too."""
     for part in module.modules():
         own = vars(part)
         for name in ("_parameters", "_buffers"):
             held = own[name]
             own[name] = {n: next(new) if isinstance(t, Tensor) else t for n, t in held.items()}
         own.update({n: next(new) for n, x in list(own.items()) if isinstance(x, Tensor)})
+        own.update({n: _copied(x) for n, x in own.items()})
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What the module and its submodules hold, by name."""
-    found: dict[str, Any] = {}
+def _copied(x: Any) -> Any:
+    """The structure of containers, with the same leaves."""
+    if type(x) in (tuple, list):
+        return type(x)(map(_copied, x))
+    if type(x) in (dict, OrderedDict):
+        return type(x)((name, _copied(value)) for name, value in x.items())
+    return set(x) if type(x) is set else x
+
+
+def _state(module: nn.Module, given: Any, inputs: list[Tensor]) -> dict[str, tuple[Any, Any]]:
+    """What the module and its submodules hold, by name, each with its form. So of the arguments and
+    of the attributes of tensors."""
+    attributes = [Form().of(vars(t)) for t in inputs]
+    found = {"its arguments": (None, Form().of(given)), "a tensor's attributes": (None, attributes)}
     for path, part in module.named_modules():
         own = vars(part)
-        for name, value in {**own, **own["_parameters"], **own["_buffers"]}.items():
-            found[f"{path}.{name}".lstrip(".")] = value
+        for name, value in {**own["_parameters"], **own["_buffers"], **own}.items():
+            found[f"{path}.{name}".lstrip(".")] = value, Form().of(value)
     return found
 
 
-def _written(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    missing = object()
+def _refuse_changes(before: dict[str, tuple[Any, Any]], after: dict[str, tuple[Any, Any]]) -> None:
+    missing = object(), None
     for name in before | after:
-        if before.get(name, missing) is not after.get(name, missing):
-            return name
-    return None
+        value, form = before.get(name, missing)
+        now, later = after.get(name, missing)
+        if value is not now:
+            raise NotRecorded(f"it sets {name}")
+        if form != later:
+            raise NotRecorded(f"it changes {name}")
+
+
+def _refuse_writes(graph: fx.Graph) -> None:
+    """The module runs once more to compare it, and to write twice may give another result. Our ops
+    write the same again."""
+    inputs = {s: n for n in graph.find_nodes(op="placeholder") for s in storages(_example(n))}
+    for node in graph.nodes:
+        if str(node.target).startswith("attnops."):
+            continue
+        for storage in storages(list(map(_example, _written(node)))):
+            if storage in inputs:
+                raise NotRecorded(f"it writes {inputs[storage].name}")
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta["example_value"]
+
+
+def _written(node: fx.Node) -> Iterable[fx.Node]:
+    """The tensors that a call may write: the first one alone, where its name says that it
+    writes."""
+    target: Any = node.target
+    if isinstance(target, OpOverload) or not may_write(node):
+        return written_by(node)
+    named = isinstance(target, str) or target.__module__ == operator.add.__module__
+    given = node.kwargs.get("out") or (node.args[:1] if named else node.all_input_nodes)
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, fx.Node)]
 
 
 class _Recorder(TorchFunctionMode):
-    """Adds a node for each torch function that is called. within: is one running?"""
+    """Adds a node for each torch function that is called. within: is one running? inputs: the
+    tensors that the graph is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.within = False
+        self.inputs: list[Tensor] = []
         self._graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Any] = []  # so that no other tensor has the id of one of these
@@ -317,6 +363,7 @@ class _Recorder(TorchFunctionMode):
             node.meta["tensor_dict"]["_dynamo_static_input_type"] = "unguarded"
         if id(value) not in self._nodes:
             self._keep(value, node)
+        self.inputs.append(value)
         return value
 
     def __torch_function__(
@@ -351,6 +398,7 @@ class _Recorder(TorchFunctionMode):
             return Slot(len(results) - 1)
 
         out = mapped(out, slot)
+        _refuse_writes(self._graph)
         self._graph.output(tuple(results))
         for node in reversed(self._graph.nodes):
             if node.target is operator.getitem and "part" in node.meta and not node.users:

@@ -23,6 +23,12 @@ from tests.helpers import fresh_process
 OTHER = torch.ones(4)
 
 
+@dataclass
+class Rule:
+    factor: int = 1
+    unset: int = field(init=False)
+
+
 class Layer(nn.Module):
     """compute: of the module and its input."""
 
@@ -32,6 +38,7 @@ class Layer(nn.Module):
         self.linear, self.compute, self.act = nn.Linear(4, 4), compute, act
         self.register_buffer("bias", torch.randn(4))
         self.scale, self.count, self.layer_idx = torch.tensor(2.0), 0, 3
+        self.seen, self.notes, self.rule = [], {"x": {}}, Rule()
 
     def forward(self, x, **more):
         return self.compute(self, x, **more)
@@ -102,9 +109,54 @@ def set_data(self, x):
     return x
 
 
+def marked(self, x):
+    x.mark = True
+    return x + 1
+
+
+def listed(self, x):
+    self.seen.append(x)
+    return x + 1
+
+
+def noted(self, x):
+    self.notes["x"] = {"last": x}
+    return x + 1
+
+
+def raised(self, x):
+    self.rule.factor = 2
+    return x + 1
+
+
+def into_bias(self, x):
+    torch.add(x[0], 1, out=self.bias)
+    return x + 1
+
+
+def by_item(self, x):
+    x[:, 0] = 0
+    return x + 1
+
+
+def by_operator(self, x):
+    rows = x.view(-1)
+    rows += 1
+    return x * 2
+
+
 @pytest.mark.parametrize(
     ("compute", "why"),
     [
+        (marked, "it changes a tensor's attributes"),
+        (listed, "it changes seen"),
+        (noted, "it changes notes"),
+        (raised, "it changes rule"),
+        (lambda self, x: x + self.bias.add_(1), "it writes l_call_buffers_bias_"),
+        (into_bias, "it writes l_call_buffers_bias_"),
+        (by_item, "it writes l_0_"),
+        (by_operator, "it writes l_0_"),
+        (lambda self, x: torch.nn.functional.relu(x, True), "it writes l_0_"),
         (lambda self, x: x + 1 if x.sum() > 0 else x, "DataDependentOutputException"),
         (lambda self, x: x * x.max().item(), "DataDependentOutputException"),
         (lambda self, x: x[x > 0], "DynamicOutputShapeException"),
@@ -128,9 +180,33 @@ def set_data(self, x):
     ],
 )
 def test_code_that_a_graph_would_not_repeat(compute, why):
+    layer = Layer(compute)
     with pytest.raises(NotRecorded) as told:
-        of(Layer(compute), torch.randn(2, 4))
+        of(layer, torch.randn(2, 4))
     assert why in str(told.value)
+    assert (layer.seen, layer.notes) == ([], {"x": {}}), "the twin has containers of its own"
+
+
+def test_an_argument_that_changes():
+    def listed_for_the_caller(self, x, seen):
+        seen.append(x)
+        return x + 1
+
+    with pytest.raises(NotRecorded, match="it changes its arguments"):
+        of(Layer(listed_for_the_caller), torch.randn(2, 4), seen=[])
+
+
+def test_tensors_of_its_own_may_be_written():
+    """By other tensors, which are read alone."""
+
+    def rows(self, x):
+        new = torch.empty_like(x)
+        new.copy_(x)
+        new[:, 0] = self.bias[0]
+        return torch.add(x, self.bias, out=new).mul_(2)
+
+    layer, x = Layer(rows), torch.randn(2, 4)
+    assert torch.equal(run(Kinds(), [layer], x), (x + layer.bias) * 2)
 
 
 class Odd(torch.Tensor):
@@ -213,12 +289,6 @@ def test_arguments_that_differ_have_other_forms(one, other):
 class Pair(NamedTuple):
     factor: int
     offset: torch.Tensor
-
-
-@dataclass
-class Rule:
-    factor: int = 1
-    unset: int = field(init=False)
 
 
 @dataclass(slots=True)
