@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaConfig
 from transformers.modeling_outputs import BaseModelOutput
 
+import attnops
 from attnops.graphs import kinds as kinds_of_layers
 from attnops.graphs.cuda_graphs import Recorded
 from attnops.graphs.eager_capture import CaptureMode
@@ -335,6 +336,33 @@ def run(kinds, layers, x, **more):
         for layer in layers:
             x = kinds(layer, x.shape[0], (x,), more)
     return x
+
+
+def small_floats(self, x):
+    factor = 1 if isinstance(x, FakeTensor) else 2
+    return (x * factor).to(torch.float8_e4m3fn)
+
+
+def other_pages(self, x, k_pages, v_pages, slots):
+    key = x if isinstance(x, FakeTensor) else x * 2
+    attnops.write_kv(key[:, None], x[:, None], k_pages, v_pages=v_pages, slots=slots)
+    return x + 1
+
+
+def test_what_is_compared(monkeypatch):
+    x, told = torch.randn(2, 4), "what was recorded of Layer has other results"
+    with pytest.raises(NotRegional, match=told):
+        run(Kinds(), [Layer(small_floats)], x)
+
+    def written():
+        k_pages, v_pages = torch.zeros(2, 3, 4, 1, 4)[:, ::2]
+        given = {"k_pages": k_pages, "v_pages": v_pages, "slots": torch.tensor([1, 6])}
+        run(Kinds(), [Layer(other_pages)], x, **given)
+
+    with pytest.raises(NotRegional, match=told):
+        written()
+    monkeypatch.setattr(kinds_of_layers, "MOST_COMPARED", 0)
+    written()
 
 
 def plain(self, x):
