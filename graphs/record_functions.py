@@ -41,7 +41,10 @@ ALIGNED = 16
 _PLAIN = (Tensor, nn.Parameter)
 _UNKNOWN = frozenset(
     (
+        "__cuda_array_interface__",
+        "__dlpack__",
         "_base",
+        "_typed_storage",
         "_version",
         "data_ptr",
         "grad",

@@ -170,6 +170,7 @@ def by_operator(self, x):
         (with_gradients, "it switches gradients on"),
         (set_data, "it sets data of a tensor"),
         (lambda self, x: x + x.data_ptr() % 16, "it asks for data_ptr of a tensor"),
+        (lambda self, x: x + len(x.__dlpack__()), "it asks for __dlpack__ of a tensor"),
         (lambda self, x: x + x.storage_offset(), "it asks for storage_offset of a tensor"),
         (lambda self, x: x + x._version, "it asks for _version of a tensor"),
         (lambda self, x: x + (x.grad_fn is None), "it asks for grad_fn of a tensor"),
