@@ -30,6 +30,10 @@ class AsItRuns:
         """Initialise or compile for all buckets of a trace, on the inputs of the largest."""
         self.run(options, bucket, values)
 
+    def prepared(self, bucket: Bucket) -> bool:
+        """Was the bucket's trace prepared?"""
+        return True
+
     def run(self, options: Options, bucket: Bucket, values: Values) -> Any:
         """Run the step on these inputs without graphs, as it will be captured."""
         return options.model(**options.planned(bucket, values))

@@ -24,7 +24,7 @@ from .eager_capture import CaptureMode, capture_mode
 from .options import Options, Values
 from .report import Report
 from .split import split
-from .traced import Traced, tracing
+from .traced import tracing
 
 MOST_KINDS = 4
 """Layers that Dynamo may tell apart within a step. Sliding and full attention, each before dense
@@ -149,6 +149,10 @@ class Regions:
         """The programs of the traces whose code is kept."""
         return [program for ref in self._programs if (program := ref()) is not None]
 
+    def varying(self, tensor: Tensor, *dims: int) -> Tensor:
+        """The tensor, whose sizes in these dims differ from call to call."""
+        return varying(tensor, *dims)
+
     def begin(self) -> None:
         """Begin a step."""
         self.ran = []
@@ -238,6 +242,10 @@ class Regions:
             raise NotRegional(f"a layer cannot be traced alone: {one_line(cause)}") from e
 
     def _backend(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        program, ours = self._program(gm), weakref.proxy(self)
+        return lambda *flat: ours._ran(program, flat)
+
+    def _program(self, gm: fx.GraphModule) -> Program:
         self._kinds[self._kind] += 1
         if self._kinds[self._kind] > MOST_KINDS:
             raise NotRegional(f"more than {MOST_KINDS} layers of a step differ")
@@ -248,8 +256,7 @@ class Regions:
             weakref.ref(program)
         ]
         self._traces += 1
-        ours = weakref.proxy(self)
-        return lambda *flat: ours._ran(program, flat)
+        return program
 
     def _ran(self, program: Program, flat: tuple[Any, ...]) -> Any:
         self.ran.append(program)
@@ -264,7 +271,7 @@ class PerLayer(AsItRuns):
     whole: runs the steps where the layers cannot be compiled.
     """
 
-    def __init__(self, regions: Regions, layered: Callable[..., Any], whole: Traced) -> None:
+    def __init__(self, regions: Regions, layered: Callable[..., Any], whole: AsItRuns) -> None:
         self.regions, self.layered, self.whole = regions, layered, whole
         self._latest: list[Program] = []
         self._seconds = 0.0
@@ -293,7 +300,7 @@ class PerLayer(AsItRuns):
                 return self._in_layers(options, bucket, values)
             except NotRegional as e:
                 self.regions.refusal = str(e)
-        if bucket.trace not in self.whole.traces:
+        if not self.whole.prepared(bucket):
             self.whole.prepare(options, bucket, values)
         return self.whole.run(options, bucket, values)
 

@@ -55,6 +55,8 @@ class Report:
     compared: replays that were compared with eager.
     whole: of a model whose layers are repeated, why it was traced whole and not layer by layer; ""
     where it was not.
+    recorded: distinct layers, and modules beside them, whose graphs run without a compiler.
+    not_recorded: why the model runs as it is instead; "" where it does not.
     """
 
     rows: tuple[Row, ...]
@@ -67,6 +69,8 @@ class Report:
     compiled: dict[str, int] = field(default_factory=dict)
     parts: dict[str, int] = field(default_factory=dict)
     whole: str = ""
+    recorded: int = 0
+    not_recorded: str = ""
 
     @property
     def graph_bytes(self) -> int:
@@ -109,6 +113,10 @@ class Report:
         ]
         if self.whole:
             out.append(f"traced whole: {self.whole}")
+        if self.recorded:
+            out.append(f"{self.recorded} distinct layers and modules run without a compiler, fused")
+        if self.not_recorded:
+            out.append(f"runs as it is: {self.not_recorded}")
         if self.compile_seconds:
             out.append(f"compiled in {self.compile_seconds:.1f} s")
         budget = f" of {self.budget_bytes / 2**20:.1f}" if self.budget_bytes is not None else ""

@@ -125,6 +125,9 @@ class Traced(AsItRuns):
         self.traces[trace] = 0
         self.run(options, bucket, values)
 
+    def prepared(self, bucket: Bucket) -> bool:
+        return bucket.trace in self.traces
+
     def run(self, options: Options, bucket: Bucket, values: Values) -> Any:
         from ..core.private_torch import Unsupported, UserError
 

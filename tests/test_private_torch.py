@@ -34,6 +34,7 @@ NEEDED = {
         torch._C._AutoDispatchBelowAutograd torch._C._autograd torch._C.DispatchKey
         torch._C._dispatch_tls_local_include_set torch._C._dispatch_tls_local_exclude_set
         torch._C._ForceDispatchKeyGuard torch._C._set_grad_enabled torch._guards.TracingContext
+        torch._guards.tracing
         torch._subclasses.fake_tensor.DataDependentOutputException
         torch._subclasses.fake_tensor.DynamicOutputShapeException
         torch._subclasses.fake_tensor.FakeTensor torch._subclasses.fake_tensor.FakeTensorMode

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
+from torch._guards import TracingContext as TracingContext
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     DynamicOutputShapeException as DynamicOutputShapeException,
@@ -95,6 +95,10 @@ only_warns = getattr(
 tracing_context: Callable[[], Any] = TracingContext.try_get
 """What Dynamo or AOTAutograd traces now, or None. torch.compiler.is_compiling, the public way,
 answers no to code that Dynamo runs while it traces."""
+
+under_context: Callable[[Any], ContextManager] = torch._guards.tracing
+"""The block has this TracingContext. Passes ask it for the fake mode and give it their guards, also
+for a graph that no compiler traced."""
 
 
 def capturing(tensor: Tensor) -> bool:

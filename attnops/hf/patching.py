@@ -448,7 +448,7 @@ def patch(
             left only.
         decode: how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA
             graphs (docs/graphs.md) over pages, captured when a bucket of rows is first met; "hf",
-            as transformers does it; "auto": on a GPU breakable graphs, which need no compiler, and
+            as transformers does it; "auto": on a GPU graphs that need no compiler, and
             piecewise ones after some hundred steps. A `Decode` has more to set.
 
     Returns:

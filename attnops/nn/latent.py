@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from attnops.cache.batch import PagedBatch, PrefixChunk
 from attnops.core import eager_cache
 from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import FakeTensor
 from attnops.core.problem import Target
 from attnops.core.record import need
 from attnops.core.select import _ACTIVE, key_for
@@ -125,7 +126,7 @@ def is_viewed(kv_b: nn.Module) -> bool:
         return False
     weight = kv_b.weight
     own = "forward" in vars(kv_b) or kv_b._forward_hooks or kv_b._forward_pre_hooks
-    return type(weight) in PLAIN and not weight.is_meta and not own
+    return type(weight) in (*PLAIN, FakeTensor) and not weight.is_meta and not own
 
 
 def attend_absorbed(

@@ -82,18 +82,21 @@ def test_a_prompt_of_one_token_is_followed_by_graphs(far, monkeypatch):
 def test_captures_draw_no_random_numbers(fails, monkeypatch):
     """Sampled tokens of a model that draws, too, are those without graphs: whether captures are
     kept, or tried and dropped."""
-    model, real = tiny.model("llama"), steps.breakable
+    model, real, in_layers = tiny.model("llama"), steps.breakable, steps.layered
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(
         model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.4)
     )
 
-    def failing(step, *given, **more):
+    def failing(step):
         @functools.wraps(step)
         def failed(*args, **kwargs):
             step(*args, **kwargs)
             raise RuntimeError("a step that cannot be captured")
 
-        return real(failed, *given, **more)
+        return failed
+
+    def captured(step, *given, **more):
+        return real(failing(step), *given, **more)
 
     def drawn(model):
         ids, given = asked(2, 9, 6)
@@ -101,7 +104,8 @@ def test_captures_draw_no_random_numbers(fails, monkeypatch):
         return model.generate(ids, **{**given, "do_sample": True})
 
     if fails:
-        monkeypatch.setattr(steps, "breakable", failing)
+        monkeypatch.setattr(steps, "breakable", captured)
+        monkeypatch.setattr(steps, "layered", lambda *given: failing(in_layers(*given)))
     with graphed(twin := copy.deepcopy(model), "auto") as handle:
         with pytest.warns(NotFast) if fails else nullcontext():
             found = drawn(twin)

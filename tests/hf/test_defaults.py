@@ -523,18 +523,22 @@ def test_steps_of_many_states_in_turn_are_compiled(monkeypatch):
 
 def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
     """Steps of several rows, and those of another policy, have graphs all the same."""
-    model, real, why = tiny.model("llama"), steps.breakable, "RuntimeError: no graph of one row"
+    model, why = tiny.model("llama"), "RuntimeError: no graph of one row"
+    real, in_layers = steps.breakable, steps.layered
 
-    def failing(step, *given, **more):
+    def failing(step):
         @functools.wraps(step)
         def checked(input_ids, *args, **kwargs):
             if input_ids.shape[0] == 1 and not active_policy():
                 raise RuntimeError("no graph of one row")
             return step(input_ids, *args, **kwargs)
 
-        return real(checked, *given, **more)
+        return checked
 
-    monkeypatch.setattr(steps, "breakable", failing)
+    monkeypatch.setattr(
+        steps, "breakable", lambda step, *a, **more: real(failing(step), *a, **more)
+    )
+    monkeypatch.setattr(steps, "layered", lambda *given: failing(in_layers(*given)))
     one, two = (1, 9, 3), (2, 9, 3)
     want = {call: generated(model, *call) for call in (one, two)}
     with attnops.patch(model, decode=auto()) as handle:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from attnops.cache.batch import PagedBatch
 from attnops.core.private_torch import assert_async
-from attnops.graphs.per_layer import NUMBER, NotRegional, Regions, Twin, twin, varying, write_back
+from attnops.graphs.per_layer import NUMBER, NotRegional, Regions, Twin, twin, write_back
 from attnops.hf.attention import descriptor
 from attnops.hf.cache.model_pages import EMPTY, ModelPages
 from attnops.hf.cache.names import argument_of
@@ -122,8 +122,8 @@ class Here:
         state, rows = self.cache.state, self.rows
         pages = state.pages
         any_size = copy.copy(pages)
-        any_size.pad = varying(pages.pad.detach(), 0)
-        any_size.tables = tuple(varying(table[:rows], 0, 1) for table in pages.tables)
+        any_size.pad = self.regions.varying(pages.pad.detach(), 0)
+        any_size.tables = tuple(self.regions.varying(table[:rows], 0, 1) for table in pages.tables)
         given = any_size, live, pages.sizes.layers[0].q_heads
         state.start, state.before, batch = self.regions(_begin, rows, given, {})
         state.step = Step(batch, (), False, pages.one_launch())
@@ -157,7 +157,7 @@ class Here:
         """Compiled code shall take any number of tokens."""
         for t in pytree.tree_leaves(given):
             if isinstance(t, Tensor) and t.dim() > 1 and t.shape[:2] == (1, self.rows):
-                varying(t, 1)
+                self.regions.varying(t, 1)
 
     def _view(self, number: int, mask: Any) -> View:
         cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
@@ -167,8 +167,8 @@ class Here:
         window = cache.window_of(number)
         table = pages.table_of[at]
         if table not in self.batches:
-            self.batches[table] = _any_sizes(step.batch.of(table))
-        own = tuple(varying(t.detach(), 0) for t in pages.layers[at])
+            self.batches[table] = _any_sizes(self.regions, step.batch.of(table))
+        own = tuple(self.regions.varying(t.detach(), 0) for t in pages.layers[at])
         # Sliding layers whose pages hold the whole text, or less, share code once their windows are
         # compared.
         window = 0 if _within(mask, window) else window
@@ -241,11 +241,11 @@ def _within(mask: Any, window: int) -> bool:
     return known and 0 <= descriptor.read(mask, mask.shape[0]).window_left < window
 
 
-def _any_sizes(batch: PagedBatch) -> PagedBatch:
+def _any_sizes(regions: Regions, batch: PagedBatch) -> PagedBatch:
     tensors = {f.name: x for f in fields(batch) if isinstance(x := getattr(batch, f.name), Tensor)}
     # Kernels look at the size of scratch.
     dims = {name: () if name == "workspace" else range(t.dim()) for name, t in tensors.items()}
     changes: dict[str, Any] = {
-        name: varying(t.detach(), *dims[name]) for name, t in tensors.items()
+        name: regions.varying(t.detach(), *dims[name]) for name, t in tensors.items()
     }
     return replace(batch, others=(), **changes)

@@ -25,6 +25,7 @@ from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
 from attnops.graphs import Graphed, Report
 from attnops.graphs.graphed import Progress
+from attnops.graphs.kinds import Kept as Recorded, Kinds
 from attnops.graphs.per_layer import Regions
 from attnops.hf import not_fast
 from attnops.hf.cache.model_pages import ModelPages
@@ -86,6 +87,7 @@ class Decoder:
         self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
         self._code: Any = None  # that of what is compiled: `free` forgets the glance alone
+        self._recorded: Recorded = {}  # layers of the present state, for graphs over any pages
         self._model, self._forward, self._make = model, forward, make
         self.captures = Captures(how.budget_bytes)
         self._kept = Kept({}, Counter())
@@ -403,6 +405,7 @@ class Decoder:
             self._glance, self.look, self.aside = None, True, ""
             self._written.clear()
             self._effects.clear()
+            self._recorded.clear()
             self._without.clear()
             self.failures.clear()
             self.prompts.failures.clear()
@@ -439,6 +442,8 @@ class Decoder:
                 self.anew = before.changed(glance) or "the policy or autocast"
             self._kept = self.captures.use(given, taken)
         self.prompts.changed()
+        if before is None or before.state != glance.state:
+            self._recorded = {}  # nothing guards on what objects hold that are equal to themselves
         if self._code is not None and self._code != glance.code:
             self.regions = None  # Dynamo does not guard on the code
             self.prompts.forget()
@@ -456,9 +461,11 @@ class Decoder:
             made.pop(before).graphed.free()
         if over is None:
             cache, passes = self._make(state.pages), passes_of(self.how, self.products)
+            regions: Regions | None = None
             if mode == "piecewise":
-                self.regions = self.regions or Regions(self.how.inner, passes)
-            regions = self.regions if mode == "piecewise" else None
+                regions = self.regions = self.regions or Regions(self.how.inner, passes)
+            elif self.how.mode == "auto" and not deterministic(active_policy()):
+                regions = Kinds(passes, self._recorded)
             graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions)
             with ordinary():
                 live = torch.ones(

@@ -10,6 +10,7 @@ from typing import Any
 from attnops.core.errors import SideEffect, fail
 from attnops.graphs import Buckets, Graphed, breakable
 from attnops.graphs.buckets import decode_sizes
+from attnops.graphs.kinds import Kinds, PerKind
 from attnops.graphs.per_layer import PerLayer, Regions
 from attnops.graphs.traced import Traced
 from attnops.hf import not_fast
@@ -51,14 +52,17 @@ def graphed_steps(
     Args:
         forward: the model's own.
         passes: of compiled steps.
-        regions: the layers that are compiled; None: steps are captured from eager code.
+        regions: the layers that are compiled or recorded; None: steps are captured from eager
+            code.
     """
     capture: Callable[..., Graphed] = breakable
     step = step_of(forward, argument_of(model))
-    # Compiled steps follow those of eager code, or are asked for by capture().
-    if how.mode == "auto" and regions is None:
+    # Compiled steps follow those without a compiler, or are asked for by capture().
+    if how.mode == "auto" and (regions is None or isinstance(regions, Kinds)):
         step = without_collectives(step)
-    if regions is not None:
+    if isinstance(regions, Kinds):
+        capture = partial(breakable, runner=PerKind(regions, layered(forward, model, regions)))
+    elif regions is not None:
         in_layers = layered(forward, model, regions)
         # Positions of one row are broadcast over, those of several are not.
         whole = Traced(how.inner, one_differs=True, passes=passes)

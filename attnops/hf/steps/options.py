@@ -19,7 +19,8 @@ class Decode:
 
     mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which
     compiles on a GPU. "auto": without a GPU
-        as "hf"; else "breakable" for the first `compile_after` steps of a kind, which need no
+        as "hf"; else "breakable" with recorded layers (docs/hf_paged.md) for the first
+        `compile_after` steps of a kind, which need no
         compiler, and then "piecewise". Steps of
         one kind share compiled code: those of one row, and of more, with one policy and one
             adapter. Where graphs cannot be made, steps run

@@ -1,0 +1,495 @@
+"""Records the torch functions that a module calls, in a graph of the form that Dynamo gives to a
+backend, without Dynamo.
+
+The module's Python code runs once, on fake tensors of the sizes at hand. So the graph holds for
+these sizes, and for modules and arguments of which all is equal that code may read (see `form`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..core.errors import AttnopsError
+from ..core.fx_effects import may_write, storages, written_by
+from ..core.private_torch import (
+    SET_GRAD,
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    autocasting,
+)
+
+ALIGNED = 16
+"""Bytes. Kernels and passes ask whether a tensor is so aligned."""
+
+_PLAIN = (Tensor, nn.Parameter)
+_UNKNOWN = frozenset(
+    (
+        "__cuda_array_interface__",
+        "__dlpack__",
+        "_base",
+        "_typed_storage",
+        "_version",
+        "data_ptr",
+        "grad",
+        "grad_fn",
+        "is_inference",
+        "is_pinned",
+        "is_shared",
+        "storage",
+        "storage_offset",
+        "untyped_storage",
+    )
+)
+"""Facts of a tensor that its form does not have, or that a fake tensor does not."""
+_VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class NotRecorded(AttnopsError):
+    """The code does something that a graph of torch functions would not repeat. The message says
+    what."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The graph of a call.
+
+    module: of the tensors of `inputs`, in their order. It returns a tuple of tensors.
+    out: the result, with a `Slot` for each tensor.
+    """
+
+    module: fx.GraphModule
+    out: Any
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor among the results of a graph."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input of the graph comes from, for passes that ask Dynamo's inputs for it."""
+
+    name: str
+
+
+class _Same:
+    """An object that is equal to itself only."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+# Structures -------------------------------------------------------------------------------------
+
+
+def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
+    """The structure with its leaves changed. Tuples, lists, dicts and dataclasses are followed;
+    other objects are leaves."""
+    if type(x) in (tuple, list):
+        return type(x)(mapped(value, change) for value in x)
+    if _is_named(x):
+        return x._make(mapped(value, change) for value in x)
+    if type(x) is dict:
+        return {name: mapped(value, change) for name, value in x.items()}
+    if not _has_fields(x) or isinstance(x, Slot):
+        return change(x)
+    new = {name: mapped(value, change) for name, value in _held(x).items()}
+    if isinstance(x, Mapping):
+        return type(x)(**new)
+    made = copy.copy(x)
+    for name, value in new.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _is_named(x: Any) -> bool:
+    """Is it a NamedTuple?"""
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def _has_fields(x: Any) -> bool:
+    """Is it an object of a dataclass? One that is a dict as well is made of its fields, as those of
+    transformers' results are."""
+    if isinstance(x, type) or not is_dataclass(x):
+        return False
+    return not isinstance(x, Mapping) or x.keys() <= {each.name for each in fields(x)}
+
+
+def _held(x: Any) -> dict[str, Any]:
+    """What an object of a dataclass holds, by name: also what is set beside its fields."""
+    own = {each.name: getattr(x, each.name) for each in fields(x) if hasattr(x, each.name)}
+    return own | getattr(x, "__dict__", {})
+
+
+def tensors_of(x: Any) -> list[Tensor]:
+    """Those among the leaves of a structure, in order."""
+    found: list[Tensor] = []
+    mapped(x, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
+    return found
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters, buffers and other attributes of the module and its submodules that are
+    tensors, by names as Dynamo gives them to inputs."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules(remove_duplicate=True):
+        own = vars(part)
+        prefix = "".join(f"_modules_{name}" for name in path.split(".") if name)
+        kinds = {"parameters": own["_parameters"], "buffers": own["_buffers"], "attributes": own}
+        for kind, held in kinds.items():
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    found[f"l_call{prefix}_{kind}_{name}_"] = value
+    return found
+
+
+class Form:
+    """Hashable descriptions of values, equal for those for which code does the same.
+
+    Tensors are described by layout, alignment and which of them share memory; numbers, words and
+    containers by value; other objects are equal to themselves only.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[int, int]] = {}
+        self._tensors: dict[int, int] = {}
+
+    def of(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._layout(x)
+        if isinstance(x, _VALUES):
+            return type(x), str(x)  # a NaN is equal to itself, and 1 is not True
+        if type(x) in (tuple, list) or _is_named(x):
+            return type(x), tuple(map(self.of, x))
+        if type(x) in (dict, OrderedDict):
+            return type(x), tuple((name, self.of(value)) for name, value in x.items())
+        if type(x) in (set, frozenset):
+            return type(x), frozenset(map(self.of, x))
+        if _has_fields(x):
+            return type(x), self.of(dict(sorted(_held(x).items())))
+        if type(x) is partial:
+            return partial, self.of((x.func, x.args, x.keywords))
+        return _Same(x)
+
+    def of_module(self, module: nn.Module) -> Any:
+        """Of a twin (see `twin`), which has no number of its own."""
+        return tuple(
+            (path, type(part), self.of({**vars(part), "_modules": tuple(part._modules)}))
+            for path, part in module.named_modules()
+        )
+
+    def _layout(self, t: Tensor) -> Any:
+        if type(t) not in _PLAIN or t.layout is not torch.strided:
+            return _Same(t)
+        storage, offset = t.untyped_storage()._cdata, int(t.storage_offset())
+        number, first = self._storages.setdefault(storage, (len(self._storages), offset))
+        same = self._tensors.setdefault(id(t), len(self._tensors))
+        sizes = tuple(t.shape), t.stride(), offset - first
+        kind = type(t), t.dtype, t.device, t.requires_grad
+        return number, same, sizes, kind, t.data_ptr() % ALIGNED
+
+
+# Recording --------------------------------------------------------------------------------------
+
+
+def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """The graph of `module.forward(*args, **kwargs)`.
+
+    Its inputs are the tensors of the arguments and then those of the module, each in order.
+
+    Args:
+        module: a twin. Its tensors are replaced by fake ones.
+
+    Raises:
+        NotRecorded: the code reads data of a tensor, uses one that is neither an argument nor the
+            module's own, changes what the module, its arguments or tensors hold, writes a tensor
+            that it did not make by another op than ours, or calls an op by other means than a torch
+            function; a tensor is of a subclass, or autocast is on.
+    """
+    mode = FakeTensorMode()
+    recorder = _Recorder()
+
+    def fake(name: str, t: Tensor) -> Tensor:
+        if type(t) not in _PLAIN:
+            raise NotRecorded(f"{name} is a {type(t).__name__}")
+        return recorder.input(name, mode.from_tensor(t, static_shapes=True))
+
+    numbers = iter(range(len(tensors_of((args, kwargs)))))
+    args, kwargs = mapped(
+        (args, kwargs), lambda x: fake(f"l_{next(numbers)}_", x) if isinstance(x, Tensor) else x
+    )
+    fakes = {name: fake(name, t) for name, t in own_tensors(module).items()}
+    _replace(module, iter(fakes.values()))
+    before = _state(module, (args, kwargs), recorder.inputs)
+    try:
+        with _quiet(), torch.no_grad(), mode, _Unrecorded(recorder), recorder:
+            out = module.forward(*args, **kwargs)
+    except AttnopsError:
+        raise
+    except Exception as error:
+        raise NotRecorded(f"{type(error).__name__}: {error}") from error
+    _refuse_changes(before, _state(module, (args, kwargs), recorder.inputs))
+    return Recording(*recorder.finished(out))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs an op that has no result on fake tensors. Here it is a reason to record nothing,
+    which is told elsewhere."""
+    log, here = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
+
+    def of_others(line: logging.LogRecord) -> bool:
+        return line.thread != here
+
+    log.addFilter(of_others)
+    try:
+        yield
+    finally:
+        log.removeFilter(of_others)
+
+
+def _replace(module: nn.Module, new: Any) -> None:
+    """Put the tensors in place of those that `own_tensors` finds, in its order, and copies in place
+    of containers, which are the module's own in its twin, too."""
+    for part in module.modules():
+        own = vars(part)
+        for name in ("_parameters", "_buffers"):
+            held = own[name]
+            own[name] = {n: next(new) if isinstance(t, Tensor) else t for n, t in held.items()}
+        own.update({n: next(new) for n, x in list(own.items()) if isinstance(x, Tensor)})
+        own.update({n: _copied(x) for n, x in own.items()})
+
+
+def _copied(x: Any) -> Any:
+    """The structure of containers, with the same leaves."""
+    if type(x) in (tuple, list):
+        return type(x)(map(_copied, x))
+    if type(x) in (dict, OrderedDict):
+        return type(x)((name, _copied(value)) for name, value in x.items())
+    return set(x) if type(x) is set else x
+
+
+def _state(module: nn.Module, given: Any, inputs: list[Tensor]) -> dict[str, tuple[Any, Any]]:
+    """What the module and its submodules hold, by name, each with its form. So of the arguments and
+    of the attributes of tensors."""
+    attributes = [Form().of(vars(t)) for t in inputs]
+    found = {"its arguments": (None, Form().of(given)), "a tensor's attributes": (None, attributes)}
+    for path, part in module.named_modules():
+        own = vars(part)
+        for name, value in {**own["_parameters"], **own["_buffers"], **own}.items():
+            found[f"{path}.{name}".lstrip(".")] = value, Form().of(value)
+    return found
+
+
+def _refuse_changes(before: dict[str, tuple[Any, Any]], after: dict[str, tuple[Any, Any]]) -> None:
+    missing = object(), None
+    for name in before | after:
+        value, form = before.get(name, missing)
+        now, later = after.get(name, missing)
+        if value is not now:
+            raise NotRecorded(f"it sets {name}")
+        if form != later:
+            raise NotRecorded(f"it changes {name}")
+
+
+def _refuse_writes(graph: fx.Graph) -> None:
+    """The module runs once more to compare it, and to write twice may give another result. Our ops
+    write the same again."""
+    inputs = {s: n for n in graph.find_nodes(op="placeholder") for s in storages(_example(n))}
+    for node in graph.nodes:
+        if str(node.target).startswith("attnops."):
+            continue
+        for storage in storages(list(map(_example, _written(node)))):
+            if storage in inputs:
+                raise NotRecorded(f"it writes {inputs[storage].name}")
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta["example_value"]
+
+
+def _written(node: fx.Node) -> Iterable[fx.Node]:
+    """The tensors that a call may write: the first one alone, where its name says that it
+    writes."""
+    target: Any = node.target
+    if isinstance(target, OpOverload) or not may_write(node):
+        return written_by(node)
+    named = isinstance(target, str) or target.__module__ == operator.add.__module__
+    given = node.kwargs.get("out") or (node.args[:1] if named else node.all_input_nodes)
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, fx.Node)]
+
+
+class _Recorder(TorchFunctionMode):
+    """Adds a node for each torch function that is called. within: is one running? inputs: the
+    tensors that the graph is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = False
+        self.inputs: list[Tensor] = []
+        self._graph = fx.Graph()
+        self._nodes: dict[int, fx.Node] = {}
+        self._kept: list[Any] = []  # so that no other tensor has the id of one of these
+
+    def input(self, name: str, value: Tensor) -> Tensor:
+        node = self._graph.placeholder(name)
+        node.meta["example_value"] = value
+        node.meta["tensor_dict"] = {}
+        node._dynamo_source = Source(name)
+        if isinstance(value, nn.Parameter):
+            node.meta["tensor_dict"]["_dynamo_static_input_type"] = "unguarded"
+        if id(value) not in self._nodes:
+            self._keep(value, node)
+        self.inputs.append(value)
+        return value
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if autocasting():
+            raise NotRecorded("autocast is on")
+        if not self.within and (name := _name(func)) in _UNKNOWN:
+            raise NotRecorded(f"it asks for {name} of a tensor")
+        # Before the call, for one that writes may return another object.
+        given = map_aggregate((args, kwargs), self._node)
+        before, self.within = self.within, True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.within = before
+        if not before:
+            self._note(func, *given, out)
+        return out
+
+    def finished(self, out: Any) -> tuple[fx.GraphModule, Any]:
+        """The graph, and the result with slots."""
+        results: list[fx.Node] = []
+
+        def slot(x: Any) -> Any:
+            if isinstance(x, _VALUES):
+                return x
+            if not isinstance(x, Tensor):
+                raise NotRecorded(f"it returns a {type(x).__name__}")
+            results.append(self._node(x))
+            return Slot(len(results) - 1)
+
+        out = mapped(out, slot)
+        _refuse_writes(self._graph)
+        self._graph.output(tuple(results))
+        for node in reversed(self._graph.nodes):
+            if node.target is operator.getitem and "part" in node.meta and not node.users:
+                self._graph.erase_node(node)
+        return fx.GraphModule(nn.Module(), self._graph), out
+
+    def _keep(self, value: Tensor, node: fx.Node) -> None:
+        self._nodes[id(value)] = node
+        self._kept.append(value)
+
+    def _node(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if (node := self._nodes.get(id(x))) is None:
+            raise NotRecorded("it uses a tensor that is neither an argument nor its own")
+        return node
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = getattr(func, "__name__", "")
+        is_op = isinstance(func, (OpOverload, OpOverloadPacket))
+        if name in ("__set__", "__delete__"):
+            raise NotRecorded(f"it sets {func.__self__.__name__} of a tensor")
+        if func is SET_GRAD:
+            if args[0]:
+                raise NotRecorded("it switches gradients on")
+            return
+        if not (out is None or is_op or _holds_tensors(out)):
+            return  # a size, a dtype or another fact, which holds for all calls of this form
+        if name == "__get__":
+            self._add("call_function", getattr, (args[0], func.__self__.__name__), {}, out)
+        elif not _is_method(func, name):
+            self._add("call_function", func, args, kwargs, out)
+        elif name.startswith("__") and hasattr(operator, name):
+            self._add("call_function", getattr(operator, name), args, kwargs, out)
+        else:
+            self._add("call_method", name, args, kwargs, out)
+
+    def _add(self, kind: str, target: Any, args: Any, kwargs: Any, out: Any) -> None:
+        node = self._graph.create_node(kind, target, args, kwargs)
+        if isinstance(out, Tensor) and id(out) in self._nodes and not may_write(node):
+            # A conversion to what the tensor is already. Its users read the tensor itself.
+            self._graph.erase_node(node)
+            return
+        self._value(node, out)
+
+    def _value(self, node: fx.Node, out: Any) -> None:
+        node.meta["example_value"] = out
+        if isinstance(out, Tensor):
+            self._keep(out, node)
+        elif isinstance(out, (tuple, list)):
+            for i, part in enumerate(out):
+                one = self._graph.call_function(operator.getitem, (node, i))
+                one.meta["part"] = True
+                self._value(one, part)
+
+
+def _name(func: Any) -> str:
+    """Of a property, where it is one."""
+    name: str = getattr(func, "__name__", "")
+    return func.__self__.__name__ if name == "__get__" else name
+
+
+def _holds_tensors(out: Any) -> bool:
+    """Also of a tuple of a class of its own, as torch.topk returns."""
+    if isinstance(out, (tuple, list)):
+        return any(map(_holds_tensors, out))
+    return isinstance(out, Tensor)
+
+
+def _is_method(func: Any, name: str) -> bool:
+    """Of tensors: of C, or in Python beside those."""
+    of_c = getattr(func, "__objclass__", None) in (Tensor, Tensor.__mro__[1])
+    return of_c or (
+        getattr(func, "__module__", "") == Tensor.split.__module__ and hasattr(Tensor, name)
+    )
+
+
+class _Unrecorded(TorchDispatchMode):
+    """Raises NotRecorded for an op that is called by other means than a torch function: the graph
+    would not have it."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not self._recorder.within:
+            raise NotRecorded(f"{func} is called by no torch function")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,210 @@
+"""Steps of mode "auto" before anything is compiled: the layers, rewritten, without a compiler."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import attnops
+from attnops.core.errors import NotFast
+from attnops.hf import tiny
+from attnops.hf.cache.names import named
+from tests.hf.decoding import beside, generated, logits
+
+CALLS = ((2, 9, 4), (1, 7, 3), (3, 30, 3))
+
+
+@contextmanager
+def first(model, **more):
+    """A model whose steps are not compiled soon."""
+    with beside(model, "auto", **{"compile_after": 99, **more}) as pair:
+        yield pair
+
+
+def report(pair):
+    return pair.handle.graphs.report()
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("name", "kinds", "dtype"),
+    [
+        ("llama", 1, torch.float32),
+        ("qwen3", 1, torch.float32),
+        ("gemma3", 2, torch.float32),
+        ("mistral", 1, torch.float32),
+        ("phi3", 1, torch.float32),
+        ("mixtral", 1, torch.bfloat16),
+        ("gpt_oss", 2, torch.bfloat16),
+        ("deepseek_v3", 2, torch.bfloat16),
+    ],
+)
+def test_recorded_layers_have_the_bits_of_the_layers(name, kinds, dtype):
+    """Where no fused kernel is chosen, as on a CPU. torch's grouped products have no fake result in
+    float32, so mixtures are of bfloat16."""
+    model = tiny.model(name).to(dtype)
+    with beside(model, "breakable") as pair:
+        want = [logits(pair.model, *call) for call in CALLS]
+    with first(model) as pair:
+        got = [logits(pair.model, *call) for call in CALLS]
+        found, regions = report(pair), pair.decoder.graphed.runner.regions
+        assert found.not_recorded == "" and found.recorded >= kinds + 2 and not found.compiled
+        layers = [p for p in regions.programs if any(part.calls for part in p.split.parts)]
+        assert len({len(p.split.parts) for p in layers}) == 1 and found.modes == {"decode": "whole"}
+        assert "run without a compiler, fused" in str(found)
+    assert all(map(torch.equal, got, want))
+
+
+def test_all_layers_of_a_kind_share_a_graph():
+    with first(tiny.model("llama", num_hidden_layers=5)) as pair:
+        pair.same(2, 9, 4)
+        assert report(pair).recorded == 4, "rotation, layer, last norm and logits"
+        assert pair.decoder.graphed.runner.regions._traces == 4
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_passes_find_what_they_find_in_a_trace_of_dynamo(name):
+    model, found = tiny.model(name), []
+    for mode, more in (("auto", {"compile_after": 99}), ("piecewise", {})):
+        with beside(model, mode, **more) as pair:
+            pair.same(2, 9, 4)
+            found.append([str(product) for product in pair.decoder.products])
+    assert found[0] == found[1] and len(found[0]) == 5
+    assert "norm + linear" in found[0][0]
+
+
+class Numbered(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) * (1 + self.layer_idx)
+
+
+def numbered(model):
+    """The layers compute with their numbers."""
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.layer_idx = number
+        layer.mlp.__class__ = Numbered
+
+
+def test_layers_that_cannot_be_recorded_run_as_they_are():
+    model = tiny.model("llama")
+    numbered(model)
+    with first(model) as pair:
+        assert str(pair.same(2, 9, 4)) == "cache=paged, decode=breakable"
+        found = report(pair)
+        assert "LlamaDecoderLayer cannot be recorded" in found.not_recorded and not found.recorded
+        assert "runs as it is: LlamaDecoderLayer" in str(found)
+
+
+def test_modes_that_are_captured_as_they_run():
+    """Mode "breakable", and bits that follow from the steps before."""
+    with beside("llama", "breakable") as pair:
+        pair.same(2, 9, 4)
+        assert report(pair).recorded == 0 == report(pair).compile_seconds
+    with first("llama") as pair, attnops.use(deterministic=True):
+        generated(pair.model, 2, 9, 4)
+        assert report(pair).recorded == 0
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_changed_model_is_recorded_anew(release):
+    with first("llama") as pair:
+        pair.same(2, 9, 4)
+        if release:
+            pair.handle.release()
+        pair.change(lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.GELU()))
+        pair.same(2, 9, 4)
+        assert report(pair).recorded == 5, "the two layers differ now"
+
+
+def test_pages_and_policies_share_what_was_recorded():
+    """Where all is equal that the code may read. A policy may choose other kernels."""
+    with first("llama") as pair:
+        pair.same(2, 9, 4)
+        kept = pair.decoder._recorded
+        assert len(kept) == 4
+        for cache in (pair.handle.new_cache(2, 20), pair.handle.new_cache(2, 20)):
+            pair.same(2, 9, 4, **named(cache))
+            assert report(pair).recorded == 4
+        assert len(kept) == 4
+        with attnops.use(deny=("flex",)):
+            pair.same(2, 9, 4)
+        assert len(kept) == 8
+
+
+class Rule:
+    factor = 1.0
+
+
+class Scaled(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) * self.rule.factor
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_an_object_whose_contents_change(release):
+    """A form knows it by identity."""
+    with first("llama") as pair:
+
+        def scale(model, rule):
+            for layer in model.model.layers:
+                layer.mlp.__class__, layer.mlp.rule = Scaled, rule
+
+        rules = [Rule(), Rule()]
+        for model, rule in zip((pair.model, pair.twin), rules, strict=True):
+            rule.factor = 2.0
+            scale(model, rule)
+        want = pair.near(2, 9, 4)
+        assert report(pair).not_recorded == ""
+        if release:
+            pair.handle.release()
+        for rule in rules:
+            rule.factor = -3.0
+        assert not torch.equal(pair.near(2, 9, 4), want)
+        assert report(pair).recorded == 4
+
+
+def test_release_keeps_nothing_that_was_recorded():
+    """What is recorded keeps the objects of its calls."""
+    with first("llama") as pair:
+        pair.same(2, 9, 4)
+        kept = pair.decoder._recorded
+        assert kept
+        pair.handle.release()
+        assert not kept
+
+
+class Calls:
+    count = 0
+
+
+OF_ALL: list[int] = []
+
+
+class OnAnObject(LlamaMLP):
+    def forward(self, x):
+        self.calls.count += 1
+        return super().forward(x)
+
+
+class OnAGlobal(LlamaMLP):
+    def forward(self, x):
+        OF_ALL.append(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [OnAnObject, OnAGlobal])
+def test_layers_that_change_more_than_tensors_are_not_captured(make):
+    """Their code runs when they are recorded, and not in a capture. Each layer does it, so that
+    they are equal."""
+    twin = tiny.model("llama")
+    model, calls = copy.deepcopy(twin), Calls()
+    for layer in model.model.layers:
+        layer.mlp.__class__, layer.mlp.calls = make, calls
+    with beside(model, "auto", twin, compile_after=99) as pair:
+        with pytest.warns(NotFast, match="the model's own forward writes"):
+            pair.same(2, 9, 4)
+        before = calls.count + len(OF_ALL)
+        pair.same(2, 9, 4)
+        assert calls.count + len(OF_ALL) == before + 4 * 2, "each call of the model ran it twice"
