@@ -169,6 +169,17 @@ class PerKind(PerLayer):
         return replace(report, recorded=len({id(program) for program in self._latest}))
 
 
+class OneSize(AsItRuns):
+    """Runs code that calls its layers through `Kinds` itself. A bucket is recorded as it is
+    measured."""
+
+    def trace(self, bucket: Bucket) -> str:
+        return str(bucket)
+
+    def prepare(self, options: Options, bucket: Bucket, values: Values) -> None:
+        """No effect."""
+
+
 class _NoGuards:
     """Takes the guards of the passes: the recorded graph serves only modules and arguments of its
     form."""

@@ -38,16 +38,26 @@ GRAPHS = ("paged", "breakable", "", "")
 """What generate() took when it had its graphs."""
 
 
-class Synchronising(nn.Module):
-    """An activation that waits for the device, which no graph may hold."""
+class Waiting(nn.Module):
+    """An activation that waits for the device. A graph has no wait."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Any:
+    def wait(self, x: Tensor) -> None:
         torch.cuda.synchronize()
+
+    def forward(self, x: Tensor) -> Any:
+        self.wait(x)
         return self.inner(x)
+
+
+class Reading(Waiting):
+    """An activation that reads a number, which no graph may hold and no recording repeats."""
+
+    def wait(self, x: Tensor) -> None:
+        float(x.sum())
 
 
 def model_of(seed: int) -> Any:
@@ -134,11 +144,22 @@ def beside(run: Callable[[], None]) -> Iterator[list[str]]:
     assert not thread.is_alive()
 
 
-def test_a_model_that_synchronises_in_its_forward() -> None:
+def test_a_wait_in_a_layer_is_no_part_of_its_graph() -> None:
+    """The graph holds the torch functions of the layer, in order."""
+    model = model_of(2)
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn = Waiting(mlp.act_fn)
+    want = generated(model)
+    with attnops.patch(model) as handle:
+        assert [checked(model, want, handle) for _ in range(3)] == [GRAPHS] * 3
+        assert handle.took.prompt == "captured"
+
+
+def test_a_model_that_reads_in_its_forward() -> None:
     """Its captures fail each time, and nothing else does."""
     model = model_of(2)
     mlp = model.model.layers[0].mlp
-    mlp.act_fn = Synchronising(mlp.act_fn)
+    mlp.act_fn = Reading(mlp.act_fn)
     want = generated(model)
     with attnops.patch(model) as handle:
         for _ in range(3):

@@ -57,3 +57,11 @@ def small_pages(monkeypatch):
 
     monkeypatch.setattr(pool, "ModelPages", small)
     return made
+
+
+@pytest.fixture
+def own_prompts(monkeypatch):
+    """The model's own layers run all prompts: none is short."""
+    from attnops.hf.steps import prompt
+
+    monkeypatch.setattr(prompt, "CAPTURED", (1,))

@@ -148,6 +148,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.usefixtures("own_prompts")
 def test_flags_of_torch(flag):
     """On a CPU most change nothing, so that captures are counted."""
     with both("auto") as pair:

@@ -250,6 +250,7 @@ def test_models_that_run_as_stock_say_why(name, spoil, why, chosen):
         )
 
 
+@pytest.mark.usefixtures("own_prompts")
 def test_a_forward_that_is_replaced_after_the_first_call():
     model, calls = tiny.model("llama"), []
     want = generated(model, *CALL)
@@ -455,8 +456,9 @@ def test_memory_is_given_back(way, mode):
     model = tiny.model("llama")
     handle = attnops.patch(model, decode=auto(compile_after=0 if mode == "piecewise" else 99))
     generated(model, *CALL)
-    assert handle.took == Took("paged", mode)
-    [over] = handle._paged.decoder()._kept.over.values()
+    generated(model, *CALL)
+    assert handle.took == Took("paged", mode, prompt="captured")
+    over = next(iter(handle._paged.decoder()._kept.over.values()))
     held = [weakref.ref(t) for t in (*over.cache.state.pages.pools, over.cache.state.pages)]
     graphs = handle.decode.graphs.graphs
     assert all(ref() is not None for ref in held) and any(graph.alive for graph in graphs)
@@ -473,6 +475,7 @@ def test_memory_is_given_back(way, mode):
     assert way == "deleted" or not any(graph.alive for graph in graphs)
 
 
+@pytest.mark.usefixtures("own_prompts")
 def test_each_kind_of_step_begins_without_a_compiler():
     """One row and several share no compiled code, nor do policies: a change costs a capture, and
     compilation comes after as many steps."""
@@ -521,6 +524,7 @@ def test_steps_of_many_states_in_turn_are_compiled(monkeypatch):
     assert "".join(modes) == "bbbpppppp"
 
 
+@pytest.mark.usefixtures("own_prompts")
 def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
     """Steps of several rows, and those of another policy, have graphs all the same."""
     model, why = tiny.model("llama"), "RuntimeError: no graph of one row"

@@ -13,6 +13,8 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from tests.hf.decoding import beside, generated, logits
 
+pytestmark = pytest.mark.usefixtures("own_prompts")
+
 CALLS = ((2, 9, 4), (1, 7, 3), (3, 30, 3))
 
 

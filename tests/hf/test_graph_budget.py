@@ -12,6 +12,7 @@ from tests.hf.helpers import LIMIT, paged, relative
 
 
 @pytest.mark.parametrize("mode", ["auto", "breakable"])
+@pytest.mark.usefixtures("own_prompts")
 def test_three_adapters_in_turn_are_captured_once_each(mode):
     peft = pytest.importorskip("peft", reason="the package peft (extra dev) is not installed")
     options = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=4, init_lora_weights=False)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.core.errors import InvalidInput, NotCapturable, SideEffect, fail
+from attnops.core.errors import InvalidInput, NotCapturable, SideEffect, fail, one_line
 from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
 from attnops.graphs import Graphed, Report
@@ -293,43 +293,54 @@ class Decoder:
         not_fast.warn(self._model, not_fast.GRAPHS, self.aside)
 
     def try_prompt(self, given: dict[str, Any]) -> Tensor | None:
-        """Logits `[B, 1, V]` of a prompt, by compiled layers. None where the model's own are to run
-        it: `prompts` has the reason.
+        """Logits `[B, 1, V]` of a prompt, by compiled or recorded layers. None where the model's
+        own are to run it: `prompts` has the reason.
 
         given: the arguments of a call of the model, with a cache of ours.
         """
         state = cache_in(given).state
         with self.turn:
             self._without.discard(state)
-            self.prompts.why = next(self._why_own_layers(given), "")
+            recorded = self.how.mode == "auto" and not self._at_once
+            self.prompts.why = next(self._why_own_layers(given, recorded), "")
             if not self.prompts.why:
-                self.look = True  # the model may have changed since the last prompt
-                self._look(state)
-                self.prompts.why = self.aside or self._too_few(given["input_ids"].numel())
+                self.prompts.why = self._why_state(state, given["input_ids"].numel(), recorded)
             if self.prompts.why:
                 return None
             try:
-                logits = self.prompts.run(given, partial(self._prompt_graphs, state))
-                self._bound(self._kept.over.get((state.pages, "prompt")))
+                graphs = partial(self._prompt_graphs, state, recorded)
+                logits = self.prompts.run(given, graphs, recorded)
+                self._bound(self._kept.over.get((state.pages, _of_prompts(recorded))))
                 return logits
             except SideEffect as error:
                 self._set_aside(error, state)
                 self.prompts.why = self.aside
                 return None
 
-    def _why_own_layers(self, given: dict[str, Any]) -> Iterator[str]:
+    def _why_state(self, state: State, tokens: int, recorded: bool) -> str:
+        """Why the model as it is now runs a prompt by its own layers; "" where it does not."""
+        self.look = True  # the model may have changed since the last prompt
+        try:
+            self._look(state)
+        except InvalidInput as error:  # weights on meta: a model without a state
+            if not recorded:
+                raise
+            return one_line(error)
+        return self.aside or ("" if recorded else self._too_few(tokens))
+
+    def _why_own_layers(self, given: dict[str, Any], recorded: bool) -> Iterator[str]:
         """Each reason, but for those of the model's state, why its own layers run this prompt."""
         if more(given):
             yield "it asks for more than logits"
         yield from self.prompts.why_not(given)
+        if recorded:
+            return
         lasting = self.failures.lasting
         broken = any(
             kind.mode == "piecewise" and kind.state in (None, self._state) for kind in lasting
         )
         if self.how.mode == "breakable" or broken or not (self.regions or self._at_once):
             yield "steps are not compiled"
-        if self.how.mode == "auto" and not self._at_once:
-            yield "mode 'auto' compiles the layers of prompts in capture() alone"
 
     def _too_few(self, tokens: int) -> str:
         """Count the tokens of a prompt. Why it gets no compiled layers, where too few came before
@@ -341,12 +352,16 @@ class Decoder:
         self._kept.taken["prompt"] += tokens
         return f"{before} tokens of prompts have run, compiled are those after {most}"
 
-    def _prompt_graphs(self, state: State) -> Over:
+    def _prompt_graphs(self, state: State, recorded: bool) -> Over:
         """The graphs of prompts over these pages."""
-        made, key = self._kept.over, (state.pages, "prompt")
+        made, key = self._kept.over, (state.pages, _of_prompts(recorded))
+        before = made.pop((state.pages, _of_prompts(not recorded)), None)
+        if before is not None:
+            before.graphed.free()
         if key not in made:
-            cache = self._make(state.pages)
-            made[key] = Over(cache, self.prompts.graphed(cache, options_of(self._model, self.how)))
+            cache, options = self._make(state.pages), options_of(self._model, self.how)
+            kinds = Kinds(self.prompts.passes, self._recorded) if recorded else None
+            made[key] = Over(cache, self.prompts.graphed(cache, options, kinds))
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
@@ -473,3 +488,8 @@ class Decoder:
                 )
             over = made[state.pages, mode] = Over(cache, graphed, mode, live)
         return over
+
+
+def _of_prompts(recorded: bool) -> str:
+    """The mode of graphs of prompts, among the modes of steps."""
+    return "prompt, recorded" if recorded else "prompt"

@@ -1,9 +1,11 @@
-"""Prompts over pages through layers that are compiled once for any number of tokens.
+"""Prompts over pages through layers that are compiled once for any number of tokens, or that are
+recorded for the tokens of a graph.
 
 The tokens of a batch are packed into one row, without padding, and taken in chunks of whole
 requests, or of parts of one long request. The first tokens of a request attend to each other; later
 chunks, and prompts that go on with a cache, attend over pages. Chunks of few tokens are captured:
-padding, which fills a bucket, is one request more, whose tokens are not stored.
+padding, which fills a bucket, is one request more, whose tokens are not stored. Recorded layers run
+in graphs alone: the model's own layers run the chunks that are not captured.
 """
 
 from __future__ import annotations
@@ -21,11 +23,20 @@ from torch.nn.functional import pad
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import ordinary
 from attnops.cache.step import Tokens
-from attnops.core.errors import InvalidInput, NoKernel, NotCapturable, SideEffect, one_line
+from attnops.core.errors import (
+    AttnopsError,
+    InvalidInput,
+    NoKernel,
+    NotCapturable,
+    SideEffect,
+    one_line,
+)
 from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
 from attnops.graphs import Buckets, Graphed, breakable
+from attnops.graphs.as_it_runs import AsItRuns
 from attnops.graphs.compile_pieces import Inner
+from attnops.graphs.kinds import Kinds, OneSize
 from attnops.graphs.per_layer import NotRegional, Regions, Twin
 from attnops.graphs.stale import uncached_casts
 from attnops.hf.attention.descriptor import padding_of, tracing
@@ -44,7 +55,10 @@ CAPTURED = (64, *range(128, 2049, 128))
 shorter ones the model's are as fast."""
 
 CAPTURE_AFTER = 3
-"""Chunks of a bucket that the model's own layers run before it is captured."""
+"""Chunks of a bucket that the model's own layers run before it is captured with compiled layers."""
+
+RECORD_AFTER = 1
+"""So with recorded layers, which no compiler holds up."""
 
 PROMPT = 64
 """Tokens of prompts for each of `compile_after`: it takes so many to win a compiler's time back."""
@@ -126,10 +140,14 @@ def is_prompt(given: dict[str, Any]) -> bool:
     return tokens and not torch.is_grad_enabled() and isinstance(cache_in(given), PagedModelCache)
 
 
+class NotCaptured(AttnopsError):
+    """A chunk has no graph, and its layers are recorded for graphs alone. The message says why."""
+
+
 class Prompts:
     """The prompts of one model.
 
-    forward: the model's own. regions: the compiled layers.
+    forward: the model's own. regions: the compiled layers. passes: over the graph of a layer.
     failures: why there are no "layers", or no "graphs" of them.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these
     ran it, "compiled" or "captured".
@@ -139,7 +157,7 @@ class Prompts:
         self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool
     ) -> None:
         self._model, self._forward, self._inner = model, forward, inner
-        self._passes = (merge_linears_pass,) if pack else ()
+        self.passes = (merge_linears_pass,) if pack else ()
         self.why, self.took, self._ran = "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self._replayed = False  # did a graph run a chunk of it?
@@ -160,7 +178,7 @@ class Prompts:
         """Forget the compiled layers, and why there were none: the code of the model has
         changed."""
         self.regions = None
-        self.failures.lasting.pop("layers", None)
+        self.failures.lasting.clear()
 
     @property
     def _uncaptured(self) -> str:
@@ -204,12 +222,14 @@ class Prompts:
         if given.get("logits_to_keep") != 1:
             yield "more than the last logits are asked for"
 
-    def run(self, given: dict[str, Any], graphs: Callable[[], Over]) -> Tensor | None:
+    def run(
+        self, given: dict[str, Any], graphs: Callable[[], Over], recorded: bool
+    ) -> Tensor | None:
         """Logits `[B, 1, V]` of the last tokens. None, with the reason in `why`, where the model's
         own layers must run them; the cache is as it was then, and where an error is raised.
 
-        graphs: returns the graphs over the pages. Raises InvalidInput: a mask that pages cannot
-        follow.
+        graphs: returns the graphs over the pages. recorded: graphs hold recorded layers, and no
+        layers are compiled. Raises InvalidInput: a mask that pages cannot follow.
         """
         cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
         state, (rows, columns) = cache.state, ids.shape
@@ -223,17 +243,19 @@ class Prompts:
         if positions is None:
             positions = torch.arange(seen, seen + columns, device=ids.device)
         parts = self._chunks(counts, [max(seen - s, 0) for s in starts], state.pages)
-        over = [self._due(part, graphs) for part in parts]
-        if over == [None] and self._is_short(parts[0]):
-            self.why = f"over these pages, {CAPTURE_AFTER} prompts as short have not run before"
+        after = RECORD_AFTER if recorded else CAPTURE_AFTER
+        over = [self._due(part, graphs, after) for part in parts]
+        self.why = self._why_uncaptured(parts, over, after, recorded)
+        if self.why:
             return None
-        logits = self._tried(parts, over, _unpadded(ids, positions, counts), cache)
+        logits = self._tried(parts, over, _unpadded(ids, positions, counts), cache, recorded)
         if logits is None:
             return None
         state.pages.advance(start, columns)
         state.filled, state.unfinished, self._ran = True, 0, True
         self.took = "captured" if self._replayed else "compiled"
-        self.failures.done("layers")
+        if not recorded:
+            self.failures.done("layers")
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _chunks(self, counts: list[int], before: list[int], pages: ModelPages) -> list[Part]:
@@ -249,19 +271,43 @@ class Prompts:
     def _is_short(self, part: Part) -> bool:
         return part.fresh and part.size <= CAPTURED[-1] and not self._uncaptured
 
-    def _due(self, part: Part, graphs: Callable[[], Over]) -> Over | None:
-        """The graphs that have a chunk, if it is to have one by now."""
+    def _due(self, part: Part, graphs: Callable[[], Over], after: int) -> Over | None:
+        """The graphs that have a chunk, if it is to have one by now. after: as `CAPTURE_AFTER`."""
         over = graphs() if self._is_short(part) else None
-        return over if over is not None and over.chunks(part.size) > CAPTURE_AFTER else None
+        return over if over is not None and over.chunks(part.size) > after else None
+
+    def _why_uncaptured(
+        self, parts: list[Part], over: list[Over | None], after: int, recorded: bool
+    ) -> str:
+        """Why the model's own layers run these chunks; "" where they do not. over: see `_due`."""
+        early = None in over if recorded else over == [None]
+        if early and all(map(self._is_short, parts)):
+            return f"over these pages, {after} prompts as short have not run before"
+        if not (early and recorded):
+            return ""
+        if self._uncaptured:
+            return "recorded layers run in graphs alone"
+        if not all(part.fresh for part in parts):
+            return "it goes on with a cache, and such prompts are not captured"
+        return f"it has more than {CAPTURED[-1]:,} tokens, and such prompts are not captured"
 
     def _tried(
-        self, parts: list[Part], over: list[Over | None], tokens: Tensor, cache: PagedModelCache
+        self,
+        parts: list[Part],
+        over: list[Over | None],
+        tokens: Tensor,
+        cache: PagedModelCache,
+        recorded: bool,
     ) -> list[Tensor] | None:
-        """As `_parts`; None, with the reason in `why`, where layers could not be compiled."""
+        """As `_parts`; None, with the reason in `why`, where layers could not be compiled, or
+        recorded ones not captured."""
         try:
-            return self._parts(parts, over, tokens, cache)
+            return self._parts(parts, over, tokens, cache, recorded)
         except SideEffect:
             raise
+        except NotCaptured as error:
+            self.why = one_line(error.__cause__ or error)
+            return None
         except Exception as error:
             if not self._is_of_compiler(error):
                 raise
@@ -270,7 +316,12 @@ class Prompts:
             return None
 
     def _parts(
-        self, parts: list[Part], over: list[Over | None], tokens: Tensor, cache: PagedModelCache
+        self,
+        parts: list[Part],
+        over: list[Over | None],
+        tokens: Tensor,
+        cache: PagedModelCache,
+        recorded: bool,
     ) -> list[Tensor]:
         """The logits of each chunk. tokens: see `_unpadded`."""
         self._failed = self._replayed = False
@@ -282,7 +333,12 @@ class Prompts:
             sent = pages.upload([n for each in lists for n in each]).split(list(map(len, lists)))
             return [
                 self._part(
-                    part, graphs, sent[4 * i : 4 * i + 4], tokens[:, part.begin : part.end], cache
+                    part,
+                    graphs,
+                    sent[4 * i : 4 * i + 4],
+                    tokens[:, part.begin : part.end],
+                    cache,
+                    recorded,
                 )
                 for i, (part, graphs) in enumerate(zip(parts, over, strict=True))
             ]
@@ -294,11 +350,13 @@ class Prompts:
         sent: Sequence[Tensor],
         chunk: Tensor,
         cache: PagedModelCache,
+        recorded: bool,
     ) -> Tensor:
         """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or
         None.
 
         sent: `part.counts`, `before`, `ends` and `last` on the device. chunk: of `_unpadded`.
+        Raises NotCaptured where recorded layers could not be captured.
         """
         (tokens, positions), (counts, before, ends, last) = chunk, sent
         if over is not None and not self._uncaptured and not self._failed:
@@ -309,10 +367,12 @@ class Prompts:
             except SideEffect:
                 raise
             except Exception as error:
-                if not (isinstance(error, NotCapturable) or passing(error)):
+                if not (isinstance(error, (NotCapturable, NotRegional)) or passing(error)):
                     raise
                 self._failed = True
                 self.failures.note("graphs", error)
+                if recorded:
+                    raise NotCaptured(one_line(error)) from error
             else:
                 self.failures.done("graphs")
                 self._replayed = True
@@ -320,9 +380,14 @@ class Prompts:
         # Compiled code is guarded on the place of a slice. Without a last token, the logits of some
         # other one are dropped.
         last = last if part.last else before.new_zeros(1)
+        regions = self._compiled()
         return self.step(
-            tokens.clone(), positions.clone(), counts, before, last, part.fresh, cache
+            tokens.clone(), positions.clone(), counts, before, last, part.fresh, cache, regions
         )[: len(part.last)]
+
+    def _compiled(self) -> Regions:
+        self.regions = self.regions or Regions(self._inner, self.passes)
+        return self.regions
 
     def step(
         self,
@@ -333,20 +398,18 @@ class Prompts:
         last: Tensor,
         fresh: bool,
         cache: PagedModelCache,
+        regions: Regions,
     ) -> Tensor:
         """Logits `[N, 1, V]` after a chunk, of its tokens at `last` `[N]`. The cache does not count
         the tokens as seen.
 
         tokens, positions: int64 `[T]`. counts, before: int64 `[B]`, the tokens of each request, and
-        those before them.
+        those before them. regions: run the layers.
         """
         state, total = cache.state, tokens.shape[0]
         self._layers = self._layers or modules_of(self._model, cache)[0]
-        self.regions = self.regions or Regions(self._inner, self._passes)
-        here = Here(
-            self.regions, cache, total, threading.get_ident(), packed=True, twins=self._twins
-        )
-        self.regions.begin()
+        here = Here(regions, cache, total, threading.get_ident(), packed=True, twins=self._twins)
+        regions.begin()
         try:
             state.start = counts.new_zeros(1)
             state.step = Step(packed(state.pages, counts, before, total), (), fresh)
@@ -372,18 +435,23 @@ class Prompts:
         none, padding = (cache.state.pages.seen.new_zeros(n) for n in (cache.max_batch, _TRIAL))
         try:
             with torch.no_grad(), ordinary(), uncached_casts():
-                self.step(padding, padding, none, none, none[:1], True, cache)
+                regions = self._compiled()
+                self.step(padding, padding, none, none, none[:1], True, cache, regions)
         except Exception as error:
             self.failures.note("layers", error)
 
-    def graphed(self, cache: PagedModelCache, options: dict[str, Any]) -> Graphed:
-        """Graphs of first chunks, over a cache of ours. options: of `Graphed`."""
+    def graphed(
+        self, cache: PagedModelCache, options: dict[str, Any], kinds: Kinds | None
+    ) -> Graphed:
+        """Graphs of first chunks, over a cache of ours. options: of `Graphed`. kinds: of recorded
+        layers; None: they are compiled."""
 
         def step(
             tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache
         ) -> Tensor:
             last = (counts.cumsum(0) - 1).clamp(min=0)
-            return self.step(tokens, positions, counts, torch.zeros_like(counts), last, True, cache)
+            before, regions = torch.zeros_like(counts), kinds or self._compiled()
+            return self.step(tokens, positions, counts, before, last, True, cache, regions)
 
         return breakable(
             step,
@@ -391,6 +459,7 @@ class Prompts:
             tokens=("tokens", "positions"),
             requests=("counts",),
             over_budget="drop",
+            runner=AsItRuns() if kinds is None else OneSize(),
             **options,
         )
 

@@ -1,0 +1,157 @@
+"""Prompts of mode "auto" before capture(): recorded layers in graphs from the second of a size on,
+and no compiler."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import attnops
+from attnops.graphs.per_layer import NotRegional, Regions
+from attnops.hf import tiny
+from attnops.hf.steps import prompt
+from tests.hf.decoding import Failing, beside, generated
+from tests.hf.helpers import tokens
+
+SIZES = (32, 64)
+
+
+@pytest.fixture(autouse=True)
+def bounds(monkeypatch):
+    """Sizes of chunks in graphs, and no compiler of layers."""
+    monkeypatch.setattr(prompt, "CAPTURED", SIZES)
+
+    def compiles(regions, *args, **kwargs):
+        raise AssertionError("layers are compiled")
+
+    monkeypatch.setattr(Regions, "_traced", compiles)
+
+
+@contextmanager
+def first(model="llama", **more):
+    with beside(model, "auto", **{"compile_after": 99, **more}) as pair:
+        yield pair
+
+
+def ways(pair, calls):
+    """How each prompt ran, the tokens being the twin's."""
+    return [pair.same(*call).prompt for call in calls]
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "granite", "gpt_oss"]
+)
+def test_the_second_prompt_of_a_size_is_captured(name):
+    """Rows have padding on the left, and lengths differ from call to call."""
+    calls = [(3, 20, 3), (3, 18, 2), (2, 14, 3), (2, 13, 1), (1, 18, 1), (3, 20, 3)]
+    model = tiny.model(name)
+    if name == "gpt_oss":  # torch's grouped products have no fake result in float32
+        model = model.to(torch.bfloat16)
+    with first(model) as pair:
+        if name == "gpt_oss":
+            took = [generated(pair.model, *call) is not None and pair.took.prompt for call in calls]
+        else:
+            took = ways(pair, calls)
+        assert took == ["", "captured", "", "captured", "captured", "captured"], (
+            pair.handle.report()
+        )
+        assert "ran through captured layers" in str(pair.handle.report())
+
+
+def test_prompts_that_are_not_captured_run_the_layers_of_the_model():
+    with first() as pair:
+        assert ways(pair, [(2, 40, 2)] * 3) == [""] * 3
+        assert "it has more than 64 tokens" in str(pair.handle.report())
+        cache = pair.handle.new_cache(2, 40)
+        ids = tokens(2, 24)
+        with torch.no_grad():
+            pair.model(ids[:, :12], past_key_values=cache, logits_to_keep=1)
+            pair.model(ids[:, 12:], past_key_values=cache, logits_to_keep=1)
+        assert "it goes on with a cache" in pair.decoder.prompts.why
+
+
+def test_one_graph_of_a_size_serves_other_weights_after_a_change():
+    with first() as pair:
+        assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
+        pair.change(lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU()))
+        assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
+
+
+class Counts(nn.Module):
+    """Counts its calls, which no graph would."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act, self.calls = act, [0]
+
+    def forward(self, x):
+        self.calls[0] += 1
+        return self.act(x)
+
+
+def test_layers_that_change_are_never_captured():
+    with first() as pair:
+        for model in (pair.model, pair.twin):
+            mlp = model.model.layers[0].mlp
+            mlp.act_fn = Counts(mlp.act_fn)
+        generated(pair.model, 2, 14, 1)  # the first call also tries the model
+        calls = pair.model.model.layers[0].mlp.act_fn.calls
+        for count in range(calls[0] + 1, calls[0] + 5):
+            assert pair.same(2, 14, 1).prompt == "" and calls == [count]
+
+
+class Numbered(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x) * (1 + self.layer_idx)
+
+
+def test_layers_that_cannot_be_recorded():
+    """The model runs its prompts. The reason stands in the report."""
+    model = tiny.model("llama")
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.layer_idx, layer.mlp.__class__ = number, Numbered
+    with first(model) as pair:
+        assert ways(pair, [(2, 14, 2)] * 3) == [""] * 3
+        assert "LlamaDecoderLayer cannot be recorded" in str(pair.handle.report())
+
+
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
+def test_a_capture_that_fails_costs_one_prompt_its_graph():
+    device = Failing(lambda: torch.OutOfMemoryError("CUDA out of memory"), 2)
+    with first(graphs=device) as pair:
+        assert ways(pair, [(2, 14, 1)] * 4) == ["", "", "captured", "captured"]
+        assert device.tried == 2, "that of the sampler, and that of the second prompt"
+
+
+def test_bits_that_follow_from_no_other_call():
+    with first() as pair, attnops.use(deterministic=True):
+        for _ in range(3):
+            generated(pair.model, 2, 14, 1)
+            assert "deterministic policy" in pair.decoder.prompts.why
+
+
+def test_compiled_layers_take_over_after_capture(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(prompt, "CAPTURED", SIZES)
+    with first() as pair:
+        assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
+        held = {mode for _, mode in pair.decoder._kept.over if "prompt" in mode}
+        assert held == {"prompt, recorded"}
+        pair.handle.capture(pair.handle.new_cache(2, 24))
+        assert pair.same(2, 40, 2).prompt == "compiled"
+        pair.same(2, 14, 2)
+        held = {mode for _, mode in pair.decoder._kept.over if "prompt" in mode}
+        assert held == {"prompt"}
+
+
+def test_release_gives_graphs_back_and_forgets_why():
+    with first() as pair:
+        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+        pair.decoder.prompts.failures.note("graphs", NotRegional("no reason"))
+        assert pair.same(2, 14, 1).prompt == ""
+        pair.handle.release()
+        assert pair.decoder.captures.nbytes == 0
+        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
