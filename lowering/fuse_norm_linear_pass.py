@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_sy
 from torch.nn.functional import linear
 
 from ..core.errors import find, one_line
+from ..core.op import is_lowered
 from ..core.private_torch import autocasting, tracing_context
 from ..core.problem import Extent, Problem, altered
 from ..core.record import check, split
@@ -75,9 +76,9 @@ def fuse_norm_linear_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Product, ..
     """Replace linears by calls of `attnops::linear`, which take in the parts beside them.
 
     The parts are the RMS norm before a linear, and the gated activation and the residual after it.
-    Where torch's own operations are the fastest kernel, as on a CPU and for long prompts, the graph
-    does not change. Where another kernel is faster for few rows, a graph of any number of rows is
-    guarded on their number. The policy in force is guarded, too.
+    Where torch's own operations are the fastest kernel, as on a CPU and for long prompts that a
+    compiler fuses, the graph does not change. Where another kernel is faster for few rows, a graph
+    of any number of rows is guarded on their number. The policy in force is guarded, too.
 
     Args:
         graph: as Dynamo gives it to a backend or to Inductor's `pre_grad_custom_pass`, after
@@ -152,10 +153,11 @@ def _decide(match: Match) -> Decision | str:
             if (ours := find(error)) is None:
                 raise
             return one_line(ours)
-        problem = LINEAR.problem(call)
+        compiled = is_lowered()  # a compiler fuses torch's own ops
+        problem = altered(LINEAR.problem(call), compiled=compiled)
         if _depends(problem, rows, policy):
             bool(rows.shape[0] <= ROWS)  # a guard, which bounds the symbol
-            problem = LINEAR.problem(call)
+            problem = altered(LINEAR.problem(call), compiled=compiled)
     return select(problem, policy)
 
 

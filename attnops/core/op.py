@@ -230,6 +230,11 @@ def not_lowered() -> Iterator[None]:
         _LOWERED.reset(before)
 
 
+def is_lowered() -> bool:
+    """Does a compiler lower what is traced here, or does the graph run as it is?"""
+    return _LOWERED.get()
+
+
 def _define_overload(
     op: Op,
     name: str,

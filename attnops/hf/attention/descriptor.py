@@ -49,12 +49,17 @@ class Pattern(NamedTuple):
 
 class Range(NamedTuple):
     """A descriptor as `attnops.attention` takes it. window_left: keys left of the query's own, -1
-    unbounded. start, end: int `[B]`."""
+    unbounded. start, end: int `[B]`.
+
+    whole: the host knows that each row sees all keys from the first one on: it has no padding and
+    no past.
+    """
 
     causal: bool
     window_left: int
     start: Tensor
     end: Tensor
+    whole: bool = False
 
 
 def build(
@@ -121,8 +126,9 @@ def read_once(mask: Tensor, batch: int) -> Range:
         return read(mask, batch)
     kept: tuple[int, Range] | None = getattr(mask, _RANGE)
     if kept is None or kept[0] != mask._version or mask.shape[0] != batch:
-        causal, left, start, end = read(mask, batch)
-        kept = mask._version, Range(causal, left, start.to(torch.int32), end.to(torch.int32))
+        found = read(mask, batch)
+        start, end = found.start.to(torch.int32), found.end.to(torch.int32)
+        kept = mask._version, found._replace(start=start, end=end)
         setattr(mask, _RANGE, kept)
     return kept[1]
 
@@ -294,8 +300,11 @@ def _of_pages(request: Request) -> Tensor:
             "causal, or a causal window, for a cache of pages",
         )
     known = request.kv_offset
-    start = _read_padding(request, known)[0] if known.dim() == 1 else known[:, 0]
-    return range_of(request, pattern, start, request.q_offset + request.q_length, 0)
+    start, numbers = _read_padding(request, known) if known.dim() == 1 else (known[:, 0], [])
+    mask = range_of(request, pattern, start, request.q_offset + request.q_length, 0)
+    if numbers and not any(numbers) and hasattr(mask, BUILT):
+        setattr(mask, BUILT, getattr(mask, BUILT)._replace(whole=True))
+    return mask
 
 
 def padding_of(

@@ -193,7 +193,9 @@ def attend_keys(
         )
         _wrote(cache, layer)
         return out.view(batch, count, heads, out.shape[2]).to(like)
-    keys, values, start, end = key, value, found.start, found.end
+    keys, values = key, value
+    start: Tensor | None = found.start
+    end: Tensor | None = found.end
     if past is not None:
         slots, start = past
         # Copied before the step overwrites the pages of the window.
@@ -223,6 +225,8 @@ def attend_keys(
             **rules,
         )
         return packed[None].to(like)
+    if found.whole and past is None:
+        start = end = None  # a kernel that is given no bounds builds no mask of them
     if past is not None or (view.fresh and count > 1):
         alone: Tensor = dense_attention(
             query, keys, values, causal=True, kv_start=start, kv_end=end, kernel=dense, **rules

@@ -6,15 +6,21 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from math import inf
+from math import inf, isfinite, prod
 
 import torch
 
-from attnops.hf.cache.model_pages import ModelPages, Sizes
+from attnops.core.problem import Problem
+from attnops.hf.cache.model_pages import ModelPages, Sizes, layer_of
 from attnops.hf.cache.paged_cache import PagedModelCache, Returned, State
 
 MOST_IDLE = 2
 """Sets of pages that are kept for later caches, if they fit in `most_idle_bytes`."""
+
+FEW = 2048
+"""Tokens of a row that new pages have room for, if these take no more of a GPU than one part
+of `SMALL`: pages of another size have other graphs."""
+SMALL = 256
 
 # Pages that fit two calls of generate() may be so many times those of the larger call.
 MOST_FOR_BOTH = 2
@@ -169,7 +175,19 @@ def _area(sizes: Sizes) -> int:
 
 
 def _rounded(sizes: Sizes) -> Sizes:
-    """With the length rounded up by at most an eighth, so that a conversation whose text grows
-    seldom needs other pages."""
+    """With the length rounded up, so that a conversation whose text grows, or a call of another
+    length, seldom needs other pages: to `FEW` tokens on a GPU with much memory, and by at most an
+    eighth above that."""
     step = 1 << max((sizes.length - 1).bit_length() - 4, 0)
-    return sizes._replace(length=-(-sizes.length // step) * step)
+    length = -(-sizes.length // step) * step
+    memory = gpu_bytes(sizes.device)
+    if isfinite(memory):
+        room = int(memory / SMALL) // (sizes.rows * sum(map(_token_bytes, sizes.layers)))
+        length = max(length, min(FEW, room // step * step))
+    return sizes._replace(length=length)
+
+
+def _token_bytes(layer: Problem) -> int:
+    """Bytes that a layer keeps of a token, its window not counted."""
+    numbers = sum(map(prod, layer_of(layer).shapes))
+    return numbers * layer.dtype.itemsize

@@ -89,12 +89,12 @@ def room_of(sizes: Sizes, page_size: int) -> Room:
     # Two columns at least: the compiler specialises on a table of one.
     latents = over_latents(sizes.layers[0])
     columns = columns_of(length, page_size) if latents else max(2, whole)
-    layers = list(map(_layer, sizes.layers))
+    layers = list(map(layer_of, sizes.layers))
     pages = 1 + rows * whole
     return Room(layers, pages, page_size, rows, columns, sizes.drafts, length, "max_length")
 
 
-def _layer(layer: Problem) -> Layer:
+def layer_of(layer: Problem) -> Layer:
     """What a layer keeps of a token, and the window that it keeps."""
     if over_latents(layer):
         return Layer(((layer.head_dim,),))

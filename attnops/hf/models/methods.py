@@ -1,4 +1,5 @@
-"""`Method`: a function in place of one model's method, until it is removed."""
+"""`Method`: a function in place of one model's method, until it is removed. And what else is asked
+of a module."""
 
 from __future__ import annotations
 
@@ -10,6 +11,17 @@ from typing import Any
 from torch import nn
 
 from attnops.adapters.replicas import place, take_back
+
+
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """Those of `model.modules()`, in a fraction of its time."""
+    found, waiting = {id(model): model}, [model]
+    while waiting:
+        for module in vars(waiting.pop())["_modules"].values():
+            if module is not None and id(module) not in found:
+                found[id(module)] = module
+                waiting.append(module)
+    return list(found.values())
 
 
 class Method:

@@ -360,7 +360,8 @@ class Decoder:
             before.graphed.free()
         if key not in made:
             cache, options = self._make(state.pages), options_of(self._model, self.how)
-            kinds = Kinds(self.prompts.passes, self._recorded) if recorded else None
+            passes = passes_of(self.how, self.products)
+            kinds = Kinds(passes, self._recorded) if recorded else None
             made[key] = Over(cache, self.prompts.graphed(cache, options, kinds))
         return made[key]
 

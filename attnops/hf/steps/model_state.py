@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnops.core.errors import InvalidInput, fail
+from attnops.hf.models.methods import modules_in
 from attnops.hf.steps.around import flags, global_hooks
 from attnops.hf.steps.forward_code import Code
 from attnops.hf.steps.values import Getter, Itself, Unknown, Values, address, getter
@@ -47,7 +48,7 @@ class Glance:
         Raises InvalidInput for a weight on meta.
         """
         self._model = model
-        self._modules = _modules(model)
+        self._modules = modules_in(model)
         self._values = Values(self._modules)
         self.unknown = ""
         # Of each module its number and the names of its part of the state; the code and torch's
@@ -184,17 +185,6 @@ def _kind(value: Any) -> Any:
     while isinstance(value, tuple) and value:
         value = value[0]
     return value if isinstance(value, (type, Itself)) else None
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """Those of `model.modules()`, in a fraction of its time."""
-    found, waiting = {id(model): model}, [model]
-    while waiting:
-        for module in vars(waiting.pop())["_modules"].values():
-            if module is not None and id(module) not in found:
-                found[id(module)] = module
-                waiting.append(module)
-    return list(found.values())
 
 
 def _layout(kind: type, held: tuple[str, ...]) -> Layout:

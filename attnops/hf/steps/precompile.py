@@ -71,4 +71,6 @@ def step(cache: PagedModelCache, rows: int, count: int) -> None:
                 Request(q, k[None], v[None], sinks=sinks, softcap=float(rules.softcap)),
                 cache,
             )
-            attend_keys(asked, Range(True, rules.window[0], start, start + count), dense, paged)
+            whole = count > 1  # most prompts have no padding
+            found = Range(True, rules.window[0], start, start + count, whole)
+            attend_keys(asked, found, dense, paged)

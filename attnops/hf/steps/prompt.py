@@ -147,7 +147,7 @@ class NotCaptured(AttnopsError):
 class Prompts:
     """The prompts of one model.
 
-    forward: the model's own. regions: the compiled layers. passes: over the graph of a layer.
+    forward: the model's own. regions: the compiled layers.
     failures: why there are no "layers", or no "graphs" of them.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these
     ran it, "compiled" or "captured".
@@ -157,7 +157,7 @@ class Prompts:
         self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool
     ) -> None:
         self._model, self._forward, self._inner = model, forward, inner
-        self.passes = (merge_linears_pass,) if pack else ()
+        self._passes = (merge_linears_pass,) if pack else ()
         self.why, self.took, self._ran = "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self._replayed = False  # did a graph run a chunk of it?
@@ -386,7 +386,7 @@ class Prompts:
         )[: len(part.last)]
 
     def _compiled(self) -> Regions:
-        self.regions = self.regions or Regions(self._inner, self.passes)
+        self.regions = self.regions or Regions(self._inner, self._passes)
         return self.regions
 
     def step(

@@ -13,7 +13,7 @@ from attnops.hf.cache.model_pages import ALL, DRAFTS
 from attnops.hf.cache.names import cache_in
 from attnops.hf.cache.support import has_blocks
 from attnops.hf.generation import running_generation
-from attnops.hf.models.methods import Method, is_compiled, is_replaced
+from attnops.hf.models.methods import Method, is_compiled, is_replaced, modules_in
 from attnops.hf.steps.around import global_hooks
 
 # Words in the names of fractions by which modules of transformers draw in training mode:
@@ -266,8 +266,11 @@ def runs_hooks(model: Any) -> bool:
 
 def _callers_hooks(owner: Any) -> Iterator[tuple[Any, Any]]:
     """Each hook within `owner` that is neither ours nor transformers', with its module."""
-    for module in owner.modules():
-        for hook in hooks_on(module) if module is not owner else ():
+    for module in modules_in(owner):
+        own = vars(module)
+        if module is owner or not (own["_forward_pre_hooks"] or own["_forward_hooks"]):
+            continue
+        for hook in hooks_on(module):
             if not str(getattr(hook, "__module__", "")).startswith("transformers."):
                 yield module, hook
 
@@ -279,7 +282,11 @@ def drawing(owner: Any) -> str:
     Steps over pages have no dropout, and a capture draws numbers that no token is made of.
     """
     return next(
-        (type(module).__name__ for module in owner.modules() if module.training and _draws(module)),
+        (
+            type(module).__name__
+            for module in modules_in(owner)
+            if module.training and _draws(module)
+        ),
         "",
     )
 

@@ -1,14 +1,14 @@
-"""`triton`, of linear layers: up to 64 rows, with norm, activation and residual in the launch that
-reads the weight."""
+"""Linear layers. `triton`: up to 64 rows, with norm, activation and residual in the launch that
+reads the weight. `triton_aten`: more rows, torch's product between launches of these parts."""
 
 from __future__ import annotations
 
 import torch
 
-from attnops.core.kernel import demand, one_of
+from attnops.core.kernel import Kernel, arch_from, at_most, demand, one_of, register
 from attnops.core.problem import Problem, Refusal
 from attnops.kernels.shared.linear import TAKES, product_us
-from attnops.kernels.triton.attention import launched, own
+from attnops.kernels.triton.attention import PACKAGE, launched, own
 from attnops.kernels.triton.launch.linear_tiles import MOST_ROWS
 
 COLUMN_US = {
@@ -62,4 +62,52 @@ own(
     "attnops' own, up to 64 rows",
     TAKES,
     needs=NEEDS,
+)
+
+MOST_COLUMNS = 16384
+"""A program holds a row of the norm."""
+LAUNCHED_US, FUSED_US = 1.5, 4.0
+"""Of a part beside the product: a launch, and more than a compiler takes that fuses torch's own
+ops."""
+
+
+def _around_us(p: Problem) -> float:
+    """A launch for the product, and one for each part around it; not measured."""
+    rows = max(p.sizes.tokens.hint, 1)
+    each = FUSED_US if p.step.compiled else LAUNCHED_US
+    parts = p.asks & {"norm_weight", "activation", "residual"}
+    return 4.0 + product_us(p, rows) + each * len(parts)
+
+
+def _many(p: Problem) -> bool:
+    return p.sizes.tokens.lo > MOST_ROWS
+
+
+def _has_parts(p: Problem) -> Refusal | None:
+    if p.asks & {"norm_weight", "activation"}:
+        return None
+    return Refusal("norm_weight", "no norm and no activation", "one of them, which it launches")
+
+
+_AROUND = launched("linear", "around_product")
+register(
+    Kernel(
+        "triton_aten",
+        "linear",
+        _AROUND,
+        TAKES,
+        # Products of float16 saturate in `aten` before they are multiplied.
+        (torch.bfloat16, torch.float32),
+        needs=(
+            arch_from(80),
+            one_of("last_dim_contiguous", True),
+            demand("tokens", f"> {MOST_ROWS}, of which `triton` has tiles", _many),
+            at_most("in_features", MOST_COLUMNS),
+            _has_parts,
+        ),
+        packages=(PACKAGE,),
+        cost_us=_around_us,
+        ahead=_AROUND.ahead,
+        about="torch's product, with a launch for the norm and one for the activation",
+    )
 )

@@ -41,6 +41,9 @@ LINEARS: Rows = {
     "float32_33_rows": (33, 700, 50, ALL),
     "bfloat16_wide": (4, 64, 8000, BF16, NORM),
     "bfloat16_wide_silu": (4, 64, 8000, BF16, NORM | SILU),
+    "bfloat16_66_rows_norm": (66, 2100, 72, BF16, NORM | RES),
+    "float32_70_rows_offset": (70, 300, 1100, GEMMA | TANH | BIAS),
+    "float16_65_rows": (65, 300, 136, F16, NORM | SILU),
     "bfloat16_wide_one_row": (1, 64, 600, BF16, NORM | RES),
 }
 

@@ -1,5 +1,5 @@
 """Device functions: a linear layer of few rows, with the RMS norm before it, and the gated
-activation and the residual after it.
+activation and the residual after it. And these parts alone, around torch's product of many rows.
 
 The norm is linear in its factor: `(x * gain) @ weight.T * rsqrt(mean(x**2) + eps)`. The sum of
 squares is taken along the product's loop.
@@ -249,3 +249,60 @@ def few_rows(
         both,
         ACT,
     )
+
+
+@triton.jit
+def norm_rows(
+    x_ptr,
+    gain_ptr,
+    out_ptr,
+    eps,
+    offset,
+    x_t,
+    out_t,
+    IN: constexpr,
+    BLOCK: constexpr,
+    SHIFTED: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: rows. The RMS norm of a row, rounded where transformers rounds it: before its gain, or
+    after it where the gain has an offset (SHIFTED)."""
+    await_previous(OVERLAP)
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = k < IN
+    x = floats(x_ptr + row * x_t + k, inside)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / IN + eps)
+    gain = floats(gain_ptr + k, inside)
+    if SHIFTED:
+        y *= offset + gain
+    else:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32) * gain
+    tl.store(out_ptr + row * out_t + k, y, mask=inside)
+
+
+@triton.jit
+def gate_rows(
+    y_ptr,
+    res_ptr,
+    out_ptr,
+    outs,
+    y_t,
+    res_t,
+    res_n,
+    out_t,
+    out_n,
+    BLOCK: constexpr,
+    ACT: constexpr,
+    OVERLAP: constexpr,
+):
+    """Grid: (rows, cdiv(outs, BLOCK)). The gated activation of a row of a product `[2 outs]`, and
+    the residual."""
+    await_previous(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, column = n < outs, n.to(tl.int64)
+    y = y_ptr + row * y_t + column
+    out = gated(floats(y, inside), floats(y + outs, inside), ACT)
+    if res_ptr is not None:
+        out += floats(res_ptr + row * res_t + column * res_n, inside)
+    tl.store(out_ptr + row * out_t + column * out_n, out, mask=inside)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import linear as product
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnops.core.kernel import deterministic
@@ -18,6 +20,7 @@ from attnops.kernels.shared.launch.gpu import (
     steady,
 )
 from attnops.kernels.shared.memory import address
+from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.device import linear as device
 from attnops.kernels.triton.launch import linear_tiles as tiles
 
@@ -101,3 +104,58 @@ def _descriptor(weight: Tensor, rows: int, columns: int) -> Any:
     if address(weight) % ALIGNED or row % ALIGNED or row <= 0:
         return weight
     return TensorDescriptor(weight, [*weight.shape], [*weight.stride()], [rows, columns])
+
+
+GATED = 1024
+"""Results of a program of `gate_rows`."""
+WIDE = 2048
+"""Columns from which a norm takes eight warps."""
+
+
+def around_product(call: Linear) -> None:
+    """torch's product, one launch for the norm before it, and one for the activation and the
+    residual after it."""
+    if call.output.numel() == 0:
+        return
+    x = call.x if call.norm_weight is None else _normed(call)
+    if call.activation:
+        _gate(call, product(x, call.weight, call.bias))
+        return
+    if call.bias is None:
+        torch.mm(x, call.weight.t(), out=call.output)
+    else:
+        torch.addmm(call.bias, x, call.weight.t(), out=call.output)
+    if call.residual is not None:
+        call.output.add_(call.residual)
+
+
+def _normed(call: Linear) -> Tensor:
+    x, gain = call.x, call.norm_weight
+    assert gain is not None
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, width = x.shape
+    launch(
+        device.norm_rows,
+        (rows,),
+        {
+            "IN": width,
+            "BLOCK": power(width),
+            "SHIFTED": call.norm_offset != 0,
+            **overlapped(overlaps(x.device)),
+        },
+        (x, gain.contiguous(), out, call.norm_eps, call.norm_offset, x.stride(0), out.stride(0)),
+        8 if width >= WIDE else 4,
+    )
+    return out
+
+
+def _gate(call: Linear, y: Tensor) -> None:
+    output, res = call.output, call.residual
+    rows, outs = output.shape
+    res_strides = (0, 0) if res is None else res.stride()
+    launch(
+        device.gate_rows,
+        (rows, -(-outs // GATED)),
+        {"BLOCK": GATED, "ACT": call.activation, **overlapped(overlaps(output.device))},
+        (y, res, output, outs, y.stride(0), *res_strides, *output.stride()),
+    )
