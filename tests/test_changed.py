@@ -415,4 +415,4 @@ def test_every_committed_file_has_digests(changed):
     assert files and not [path for path in files if "code" not in json.loads(path.read_text())]
     assert changed.run_by(
         {"suite": "linear", "device": "NVIDIA H200", "packages": ["triton==3.6.0"]}
-    ) == [kernels_of("linear")[name] for name in ("aten", "triton")]
+    ) == [kernels_of("linear")[name] for name in ("aten", "triton", "triton_aten")]

@@ -40,9 +40,9 @@ def overlap_on(arch):
     return arch >= 90 and launches_overlap()
 
 
-def launched(call, arch, module="attention"):
+def launched(call, arch, module="attention", name="triton"):
     """(device function, arguments) of everything that a call launches on `arch`; nothing is
-    launched. module: of launch/."""
+    launched. module: of launch/. name: of the kernel."""
     from attnops.kernels.shared.launch.gpu import Gpu
 
     host = import_module(f"attnops.kernels.triton.launch.{module}")
@@ -52,7 +52,7 @@ def launched(call, arch, module="attention"):
         )
         if hasattr(host, "overlaps"):
             patches.enter_context(patch.object(host, "overlaps", lambda device: overlap_on(arch)))
-        kernels_of(call.op)["triton"].run(call.record)
+        kernels_of(call.op)[name].run(call.record)
     assert found
     return found
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from attnops import ops
+from attnops.core.kernel import kernels_of
 from attnops.core.problem import Extent, Target, altered, pretend
 from attnops.core.select import Policy, select
 from attnops.kernels.triton.launch import linear_tiles as tiles
 from attnops.ops.case_data import BF16, F16, F32
-from attnops.testing import Source, make_call
+from attnops.testing import CASES, Source, check_kernel, make_call
 from tests.lowering.models import compiled_code, kernel_calls
+from tests.ops import test_fakes as layouts
 from tests.triton.checks import SM90, check, triton
 from tests.triton.compiling import MEMORY, built, compile_for, launched, waits_as_told
 from tests.triton.process import compiled, interpreted
@@ -236,3 +238,74 @@ def test_addresses_are_int64(rows):
         [(function, arguments)] = launched(call, 90, "linear")
         ir = compile_for(90, function, arguments, BF16).asm["ttir"]
         assert "arith.muli" in ir and not re.search(r"arith\.muli.*tensor<.*xi32>", ir)
+
+
+AROUND = kernels_of("linear")["triton_aten"]
+MANY = {
+    case.label: case
+    for case in CASES["linear"]
+    if not AROUND.refusals(altered(case.call().problem, target=SM90))
+}
+
+
+def check_around(call):
+    with pretend(SM90):
+        figures = check_kernel(AROUND, call)
+    assert not figures.refused and figures.worst <= 1.0, figures
+
+
+@pytest.mark.parametrize("label", MANY)
+@interpreted
+def test_launches_around_a_product(label):
+    check_around(MANY[label].call())
+
+
+@pytest.mark.parametrize(
+    "given", [ALL, {**ALL, "norm": 0.0}, {"norm": 0.0, "residual": True}], ids=str
+)
+@interpreted
+def test_launches_around_a_product_of_any_layout(given):
+    """Of each tensor in turn, and of all."""
+    call = make_call("linear", Source(5), 66, 40, 24, BF16, **given)
+    tensors = {name: t for name, t in call.tensors().items() if name not in ("bias", "norm_weight")}
+    turned = {
+        name: layouts.raw(layouts.transposed, t, 0)
+        for name, t in tensors.items()
+        if name in ("residual", "output")
+    }
+    spread = {name: layouts.raw(layouts.strided, t, 0) for name, t in tensors.items()}
+    for changed in (*({name: t} for name, t in {**spread}.items()), turned, {**spread, **turned}):
+        check_around(call.with_(**changed))
+
+
+def test_what_is_left_to_torch():
+    """Few rows have a kernel of their own; a product alone, and float16, whose products saturate,
+    are torch's."""
+
+    def fields(rows, dtype=BF16, **given):
+        problem = make_call("linear", Source(), rows, 48, 40, dtype, **given).problem
+        return {refusal.field for refusal in AROUND.refusals(altered(problem, target=SM90))}
+
+    assert not fields(65, norm=0.0) and not fields(65, activation="silu")
+    assert fields(64, norm=0.0) == {"tokens"}
+    assert fields(65, residual=True) == {"norm_weight"}
+    assert fields(65, F16, norm=0.0) == {"dtype"}
+
+
+def test_a_compiler_fuses_more_than_two_launches():
+    problem = altered(
+        make_call("linear", Source(), 512, 48, 40, BF16, norm=0.0, activation="silu").problem,
+        target=SM90,
+    )
+    eager, compiled = (AROUND.cost_us(altered(problem, compiled=c)) for c in (False, True))
+    assert eager < kernels_of("linear")["aten"].cost_us(problem) < compiled
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@compiled
+def test_launches_around_a_product_compile(arch):
+    call = make_call("linear", Source(), 80, 4096, 2048, BF16, **ALL)
+    found = launched(call, arch, "linear", "triton_aten")
+    assert [function.__name__ for function, _ in found] == ["norm_rows", "gate_rows"]
+    for function, arguments in found:
+        waits_as_told(built(arch, function, arguments, BF16), arguments, arch)

@@ -9,13 +9,18 @@ from attnops.core.problem import Problem
 from attnops.measured import Counting, Sizes, Work
 from attnops.measured.kinds import octaves
 
+MOST_TIMED = 64
+"""Rows of the largest calls that are timed: more of them are no longer bound by the weight."""
+
 PARTS = {"norm_weight": "norm", "activation": "activation", "residual": "residual"}
 """The arguments that tell kinds of calls apart, each with its word in the title of a kind."""
 
 
 def distance(kind: Problem, p: Problem) -> float:
     """Octaves between the weights' sizes, and 1 for each of PARTS that one of both has; infinite
-    for another width of numbers."""
+    for another width of numbers, and for more rows than were timed."""
+    if p.sizes.tokens.lo > MOST_TIMED:
+        return inf
     if not p.in_features or not p.out_features or p.dtype.itemsize != kind.dtype.itemsize:
         return inf
     others = sum(part in kind.asks ^ p.asks for part in PARTS)
