@@ -209,12 +209,16 @@ def attend_keys(
         "softcap": request.softcap,
         "sinks": request.sinks,
     }
-    if view.packed and view.fresh:
+    # Without padding all rows of a first step are packed requests, which no kernel needs a mask or
+    # a plan of their length for.
+    whole = found.whole and past is None and count > 1
+    packs = whole and descriptor.far(query.device) and (dense is None or varlen is not None)
+    if view.fresh and (view.packed or packs):
         starts = now.cu_seqlens_q
         packed: Tensor = varlen_attention(
-            query[0],
-            key[0],
-            value[0],
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
             starts,
             starts,
             max_seqlen_q=count,
@@ -224,8 +228,8 @@ def attend_keys(
             kernel=varlen,
             **rules,
         )
-        return packed[None].to(like)
-    if found.whole and past is None:
+        return packed.unflatten(0, (batch, count)).to(like)
+    if whole:
         start = end = None  # a kernel that is given no bounds builds no mask of them
     if past is not None or (view.fresh and count > 1):
         alone: Tensor = dense_attention(

@@ -49,8 +49,8 @@ def step(cache: PagedModelCache, rows: int, count: int) -> None:
     pages, layers = cache.state.pages, dict[Problem, Any]()
     for layer, number in cache.numbers.items():
         layers.setdefault(pages.sizes.layers[number], layer)
-    kernels = (own_kernel(op, pages.sizes.kernel) for op in ("attention", "paged_attention"))
-    dense, paged = kernels
+    ops = "attention", "paged_attention", "varlen_attention"
+    kernels = [own_kernel(op, pages.sizes.kernel) for op in ops]
     cache.state.filled = count == 1
     with torch.no_grad(), ahead():
         start = torch.zeros(rows, dtype=torch.int64, device=pages.sizes.device)
@@ -73,4 +73,4 @@ def step(cache: PagedModelCache, rows: int, count: int) -> None:
             )
             whole = count > 1  # most prompts have no padding
             found = Range(True, rules.window[0], start, start + count, whole)
-            attend_keys(asked, found, dense, paged)
+            attend_keys(asked, found, *kernels)

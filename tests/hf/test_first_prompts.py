@@ -1,0 +1,67 @@
+"""The first tokens over pages: without padding no kernel is given bounds, and a device that the host
+waits for has them packed."""
+
+import pytest
+import torch
+
+from attnops.hf import tiny
+from attnops.hf.attention import descriptor, function, over_pages
+from attnops.hf.cache.names import named
+from tests.hf.helpers import LIMIT, left_padded, paged, positions, relative, replaced, tokens
+
+
+@pytest.fixture
+def calls():
+    """The calls of ops over pages, each by its name and whether bounds were given."""
+    found = []
+
+    def noted(name, op):
+        def call(*args, **kwargs):
+            found.append((name, kwargs.get("kv_start") is not None))
+            return op(*args, **kwargs)
+
+        return call
+
+    ops = {name: f"{name}_attention" for name in ("dense", "varlen", "paged")}
+    with replaced(
+        over_pages, **{op: noted(name, getattr(over_pages, op)) for name, op in ops.items()}
+    ):
+        yield found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_bounds_are_those_of_padding(calls, monkeypatch, padded, far, name):
+    """In a chunk after the first, too, which reads the pages."""
+    monkeypatch.setattr(descriptor, "far", lambda device: far)
+    model, ids = tiny.model(name), tokens(3, 12)
+    mask = left_padded(3, 12) if padded else torch.ones_like(ids)
+    given = {"attention_mask": mask, "position_ids": positions(mask)}
+    with torch.no_grad():
+        want = model(ids, **given).logits
+        with paged(model) as handle:
+            cache = handle.new_cache(3, 16)
+            calls.clear()
+            first = {"attention_mask": mask[:, :8], "position_ids": given["position_ids"][:, :8]}
+            got = [model(ids[:, :8], **named(cache), **first).logits]
+            layers = model.config.get_text_config().num_hidden_layers
+            kind = "varlen" if far and not padded else "dense"
+            assert calls == [(kind, padded)] * layers
+            calls.clear()
+            rest = {"attention_mask": mask, "position_ids": given["position_ids"][:, 8:]}
+            got.append(model(ids[:, 8:], **named(cache), **rest).logits)
+            assert "varlen" not in dict(calls)
+    real = mask.bool()
+    assert relative(torch.cat(got, 1)[real], want[real]) < LIMIT
+
+
+def test_a_forced_kernel_without_packed_requests_stays(calls, monkeypatch):
+    """`patch(kernel=)` names kernels of each op that has one of that name."""
+    monkeypatch.setattr(descriptor, "far", lambda device: True)
+    monkeypatch.setattr(function, "own_kernel", lambda op, name: None if "varlen" in op else name)
+    model, ids = tiny.model("llama"), tokens(2, 8)
+    with torch.no_grad(), paged(model, kernel="sdpa") as handle:
+        calls.clear()
+        model(ids, **named(handle.new_cache(2, 12)))
+        assert calls == [("dense", False)] * 2
