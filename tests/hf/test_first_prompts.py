@@ -1,5 +1,5 @@
-"""The first tokens over pages: without padding no kernel is given bounds, and a device that the host
-waits for has them packed."""
+"""The first tokens over pages: without padding no kernel is given bounds, and a device that the
+host waits for has them packed."""
 
 import pytest
 import torch
