@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext as TracingContext
+from torch._guards import TracingContext as TracingContext, tracing as _under_context
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     DynamicOutputShapeException as DynamicOutputShapeException,
@@ -96,7 +96,7 @@ tracing_context: Callable[[], Any] = TracingContext.try_get
 """What Dynamo or AOTAutograd traces now, or None. torch.compiler.is_compiling, the public way,
 answers no to code that Dynamo runs while it traces."""
 
-under_context: Callable[[Any], ContextManager] = torch._guards.tracing
+under_context: Callable[[Any], ContextManager] = _under_context
 """The block has this TracingContext. Passes ask it for the fake mode and give it their guards, also
 for a graph that no compiler traced."""
 

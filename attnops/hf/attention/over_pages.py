@@ -200,7 +200,7 @@ def attend_keys(
         slots, start = past
         # Copied before the step overwrites the pages of the window.
         keys, values = _behind(k_pages, slots, key), _behind(v_pages, slots, value)
-        end = torch.full_like(start, keys.shape[1])
+        end = torch.full_like(found.start, keys.shape[1])
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
     _wrote(cache, layer)
     rules: dict[str, Any] = {
@@ -228,7 +228,7 @@ def attend_keys(
             kernel=varlen,
             **rules,
         )
-        return packed.unflatten(0, (batch, count)).to(like)
+        return packed.view(batch, count, *packed.shape[1:]).to(like)
     if whole:
         start = end = None  # a kernel that is given no bounds builds no mask of them
     if past is not None or (view.fresh and count > 1):

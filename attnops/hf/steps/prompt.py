@@ -24,7 +24,6 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import ordinary
 from attnops.cache.step import Tokens
 from attnops.core.errors import (
-    AttnopsError,
     InvalidInput,
     NoKernel,
     NotCapturable,
@@ -140,7 +139,7 @@ def is_prompt(given: dict[str, Any]) -> bool:
     return tokens and not torch.is_grad_enabled() and isinstance(cache_in(given), PagedModelCache)
 
 
-class NotCaptured(AttnopsError):
+class _NotCaptured(Exception):
     """A chunk has no graph, and its layers are recorded for graphs alone. The message says why."""
 
 
@@ -305,7 +304,7 @@ class Prompts:
             return self._parts(parts, over, tokens, cache, recorded)
         except SideEffect:
             raise
-        except NotCaptured as error:
+        except _NotCaptured as error:
             self.why = one_line(error.__cause__ or error)
             return None
         except Exception as error:
@@ -356,7 +355,7 @@ class Prompts:
         None.
 
         sent: `part.counts`, `before`, `ends` and `last` on the device. chunk: of `_unpadded`.
-        Raises NotCaptured where recorded layers could not be captured.
+        Raises _NotCaptured where recorded layers could not be captured.
         """
         (tokens, positions), (counts, before, ends, last) = chunk, sent
         if over is not None and not self._uncaptured and not self._failed:
@@ -372,7 +371,7 @@ class Prompts:
                 self._failed = True
                 self.failures.note("graphs", error)
                 if recorded:
-                    raise NotCaptured(one_line(error)) from error
+                    raise _NotCaptured(one_line(error)) from error
             else:
                 self.failures.done("graphs")
                 self._replayed = True
