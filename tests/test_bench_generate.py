@@ -94,8 +94,8 @@ def test_tokens_of_the_timed_call_are_judged(dtype, monkeypatch):
     """Though the call that gives logits is right."""
     right = generate.prepared
 
-    def wrong(setup, model, way, point):
-        call, handle = right(setup, model, way, point)
+    def wrong(setup, model, way, *more):
+        call, handle = right(setup, model, way, *more)
 
         def shifted(**more):
             found = call(**more)

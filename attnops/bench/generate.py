@@ -39,6 +39,9 @@ FIRST_NEW = NEW | {
     "full": 16,
 }  # of first calls, which are about the seconds before the tokens
 ROUNDS, MORE_ROUNDS = 3, 16
+FIRST_TOKEN_WARM = 2
+"""Calls of one token after the first one: the second of a size is captured, and the third is
+replayed."""
 # Ways whose first call is measured, in two processes each
 FIRST = ("hf", "attnops", "hf_static", "attnops_piecewise")
 
@@ -65,12 +68,12 @@ def cases(setup: Setup) -> dict[str, Case]:
     return others | steady | found
 
 
-def arguments(setup: Setup, model: Any, point: Point) -> Row:
-    """Of `generate()` with a random prompt."""
+def arguments(setup: Setup, model: Any, point: Point, new: int = 0) -> Row:
+    """Of `generate()` with a random prompt. new: tokens; 0: those of the setup's size."""
     prompt = models.tokens(setup, model, point.batch, point.context)
     # No token has the end's id, so that all calls are equally long, and the stopping test is made.
     given: dict[str, Any] = {
-        "max_new_tokens": NEW[setup.size],
+        "max_new_tokens": new or NEW[setup.size],
         "do_sample": False,
         "pad_token_id": 0,
         "eos_token_id": model.config.vocab_size,
@@ -78,11 +81,13 @@ def arguments(setup: Setup, model: Any, point: Point) -> Row:
     return {"inputs": prompt, "attention_mask": torch.ones_like(prompt), **given}
 
 
-def prepared(setup: Setup, model: Any, way: str, point: Point) -> tuple[Callable[..., Any], Any]:
-    """(`generate()` of a twin with its arguments, the handle of its patch)."""
+def prepared(
+    setup: Setup, model: Any, way: str, point: Point, new: int = 0
+) -> tuple[Callable[..., Any], Any]:
+    """(`generate()` of a twin with its arguments, the handle of its patch). new: of `arguments`."""
     how = ways.here(setup, "generate")[way]
     one, handle = models.patched(model, how)
-    return partial(one.generate, **arguments(setup, one, point), **how.given), handle
+    return partial(one.generate, **arguments(setup, one, point, new), **how.given), handle
 
 
 def warm_calls(setup: Setup) -> int:
@@ -92,21 +97,26 @@ def warm_calls(setup: Setup) -> int:
 
 
 @torch.no_grad()
-def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
-    """The ways at one prompt, in turns."""
-    model, new = kept(name), NEW[setup.size]
+def measure(
+    setup: Setup, kept: models.Kept, name: str, point: Point, suite: str = "generate", one: int = 0
+) -> Rows:
+    """The ways of a suite at one prompt, in turns. one: 1 for calls of one token, which have no
+    steps that are compiled later."""
+    model, new = kept(name), one or NEW[setup.size]
+    again = FIRST_TOKEN_WARM if one else warm_calls(setup)
 
     def way(name: str) -> Way:
-        call, handle = prepared(setup, model, name, point)
+        call, handle = prepared(setup, model, name, point, new)
         more: Row = {}
 
         def results() -> tuple[Tensor, Tensor, Tensor]:
             text = call()
-            for _ in range(warm_calls(setup) if handle is not None and handle.graphs else 0):
+            for _ in range(again if handle is not None and (one or handle.graphs) else 0):
                 text = call()
             if handle is not None:
                 plain = {"plain_steps": handle.plain_steps} if handle.graphs else {}
-                more.update(cache=handle.took.cache, decode=handle.took.decode, **plain)
+                took = handle.took
+                more.update(cache=took.cache, decode=took.decode, prompt=took.prompt, **plain)
             found = call(output_logits=True, return_dict_in_generate=True)
             return text, found.sequences, torch.stack(found.logits, 1)
 
@@ -143,9 +153,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
             "new_tokens": new,
         }
 
-    others: Ways = {
-        name: partial(way, name) for name in ways.chosen(setup, "generate") if name != "hf"
-    }
+    others: Ways = {name: partial(way, name) for name in ways.chosen(setup, suite) if name != "hf"}
     allowed = models.budget(model, models.distance(model, logits)(logits, exact))
     clock = partial(steps_us, rounds=MORE_ROUNDS if setup.ways else ROUNDS, cap_s=40.0)
     return with_ratios(

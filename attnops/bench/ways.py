@@ -97,6 +97,7 @@ WAYS: dict[str, dict[str, How]] = {
         "attnops_piecewise": PIECES,
     },
     "generate": CALLS,
+    "first_token": {name: CALLS[name] for name in ("hf", "hf_static", "attnops", "hf_again")},
     "cliffs": {
         "attnops": replace(CALLS["attnops"], device="cuda"),
         **{
@@ -123,6 +124,19 @@ Places = Mapping[str, Mapping[str, tuple[Point, ...]]]
 LLAMA, TOY = "llama-3-8b-shape", (Point(2, 12),)
 ONE, EIGHT, MANY, LONG = Point(1, 1024), Point(8, 1024), Point(32, 2048), Point(8, 4096)
 PROMPTS = {LLAMA: (Point(1, 512), Point(1, 4096), EIGHT)}
+FIRST = tuple(
+    Point(*size)
+    for size in (
+        (1, 128),
+        (1, 512),
+        (1, 1024),
+        (1, 4096),
+        (8, 128),
+        (8, 512),
+        (8, 1024),
+        (32, 256),
+    )
+)
 TRAINED = {"llama-3.2-1b-shape": (LONG,), "gpt-oss-20b-shape": (Point(2, 4096), LONG)}
 WHOLE: Places = {
     "toy": {"llama": TOY},
@@ -147,6 +161,23 @@ PLACES: dict[str, Places] = {
         "full": PROMPTS,
     },
     "generate": WHOLE,
+    "first_token": {
+        "toy": {"llama": TOY},
+        "small": {"llama-small": (Point(1, 64), Point(2, 128))},
+        "quick": {LLAMA: FIRST},
+        "full": dict.fromkeys(
+            (
+                LLAMA,
+                "llama-3.2-1b-shape",
+                "qwen3-4b-shape",
+                "gemma-3-4b-shape",
+                "gpt-oss-20b-shape",
+                "qwen3-30b-a3b-shape",
+                "deepseek-v3-shape",
+            ),
+            FIRST,
+        ),
+    },
     "cliffs": {
         size: {name: points[:1] for name, points in some.items()} for size, some in WHOLE.items()
     },
