@@ -34,7 +34,7 @@ from .inductor import ENTER_AUTOCAST, enable_python_dispatcher
 from .linear_parts import Match, match_linear, name_of
 
 ROWS = 64
-"""The most rows of a product that a kernel other than torch's own serves."""
+"""Rows up to which the kernel `triton` serves. Others serve more."""
 
 
 @dataclass(frozen=True)

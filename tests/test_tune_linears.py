@@ -10,8 +10,11 @@ from torch._dynamo.testing import CompileCounter
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered
 from attnops.core.select import select_by
+from attnops.kernels.triton.launch.linear_tiles import MOST_ROWS
+from attnops.lowering.fuse_norm_linear_pass import ROWS
 from attnops.measured import MEASURED, Grid, Sizes, Table, costs, distance, place, scaled, work
 from attnops.ops.linear import timed as linears
+from attnops.ops.linear.counted import MOST_TIMED
 from attnops.ops.sweeps import F32, Sweep
 from attnops.testing.pool import Pool
 from attnops.testing.timed_calls import call_of, problem_at, with_copies
@@ -135,8 +138,17 @@ def test_the_nearest_shape_speaks_for_a_call(outs, width, asks, found):
 
 @pytest.mark.parametrize("rows", [65, 4096])
 def test_no_time_speaks_for_more_rows_than_were_timed(rows):
-    made = table(*(grid(shape, {"aten": SLOW}) for shape in NEAR))
-    assert made.nearest(problem(6144, 4096, *NORM, rows=rows)) is None
+    """Though it says that `triton` is fast: a compiler fuses torch's ops, and else they are two
+    launches."""
+    made = table(*(grid(shape, {"triton": FAST, "aten": SLOW}) for shape in NEAR))
+    asked = problem(6144, 4096, *NORM, rows=rows)
+    assert made.nearest(asked) is None
+    for compiled, name in ((True, "aten"), (False, "triton_aten")):
+        assert select_by(made, altered(asked, compiled=compiled)).kernel.name == name
+
+
+def test_the_bounds_of_rows_agree():
+    assert {linears.ROWS[-1], MOST_TIMED, MOST_ROWS, ROWS} == {64}
 
 
 @pytest.mark.parametrize("rows", [1, 64])

@@ -4,6 +4,7 @@ host waits for has them packed."""
 import pytest
 import torch
 
+import attnops
 from attnops.hf import tiny
 from attnops.hf.attention import descriptor, function, over_pages
 from attnops.hf.cache.names import named
@@ -51,7 +52,8 @@ def test_bounds_are_those_of_padding(calls, monkeypatch, padded, far, name):
             calls.clear()
             rest = {"attention_mask": mask, "position_ids": given["position_ids"][:, 8:]}
             got.append(model(ids[:, 8:], **named(cache), **rest).logits)
-            assert "varlen" not in dict(calls)
+            assert all(name in ("paged", "dense") for name, _ in calls)
+            assert name != "llama" or calls == [("paged", False)] * layers
     real = mask.bool()
     assert relative(torch.cat(got, 1)[real], want[real]) < LIMIT
 
@@ -65,3 +67,36 @@ def test_a_forced_kernel_without_packed_requests_stays(calls, monkeypatch):
         calls.clear()
         model(ids, **named(handle.new_cache(2, 12)))
         assert calls == [("dense", False)] * 2
+
+
+def first(model, ids, mask=None, mode=torch.no_grad):
+    """A first step over pages."""
+    given = {} if mask is None else {"attention_mask": mask, "position_ids": positions(mask)}
+    with mode(), paged(model) as handle:
+        return model(ids, **named(handle.new_cache(*ids.shape)), **given).logits
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_mode_has_it_too(calls, monkeypatch, mode):
+    monkeypatch.setattr(descriptor, "far", lambda device: True)
+    first(tiny.model("llama"), tokens(2, 8), mode=mode)
+    assert calls == [("varlen", False)] * 2
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"deterministic": True},
+        {"kernel": {"attention": "sdpa"}},
+        {"prefer": ("attention:reference",)},
+    ],
+    ids=str,
+)
+def test_under_a_policy_bounds_are_given(calls, monkeypatch, policy):
+    """A row of a deterministic policy takes the same kernel beside a row with padding."""
+    monkeypatch.setattr(descriptor, "far", lambda device: True)
+    model, ids = tiny.model("llama"), tokens(2, 8)
+    with attnops.use(**policy):
+        first(model, ids[:1])
+        first(model, ids, left_padded(2, 8))
+    assert calls == [("dense", True)] * 4

@@ -1,6 +1,7 @@
 """A linear becomes one call with its norm, activation and residual where the numbers stay; anything
 else is left, with a reason."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import attnops
+from attnops.core.op import not_lowered
 from attnops.core.problem import Target, pretend
 from attnops.lowering import fuse_norm_linear_pass
 from attnops.lowering.fuse_norm_linear_pass import summary
@@ -414,3 +416,32 @@ def test_few_rows_and_many_are_compiled_apart(shape, calls):
         compiled(x)
     assert using.linears == calls
     assert [p.kernel for p in using.products] == (["aten"] * 2 + ["triton"] * 2)[: 2 * len(calls)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dynamic", "lowered", "kernel"),
+    [
+        ((100, 64), False, True, "aten"),
+        ((100, 64), False, False, "triton_aten"),
+        ((2, 100, 64), False, False, "triton_aten"),
+        ((16, 64), False, False, "triton"),
+        ((2, 100, 64), True, False, "aten"),
+    ],
+)
+def test_more_rows_have_a_kernel_where_no_compiler_fuses(shape, dynamic, lowered, kernel):
+    """Two sizes that vary may be of few rows."""
+    found, layer = [], nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 128, bias=False))
+
+    def backend(gm, _):
+        with pretend(Target.parse("h200", ("triton",))):
+            found.extend(fuse_norm_linear_pass(gm))
+        return lambda *given: (torch.zeros(()),)
+
+    x = torch.randn(shape).to(BF16)
+    for dim in range(x.dim() - 1) if dynamic else ():
+        torch._dynamo.mark_dynamic(x, dim)
+    torch._dynamo.reset()
+    with torch.no_grad(), nullcontext() if lowered else not_lowered():
+        torch.compile(layer.to(BF16).eval(), backend=backend)(x)
+    [product] = found
+    assert (product.parts, product.kernel) == (("norm", "linear"), kernel)

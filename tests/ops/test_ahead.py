@@ -14,12 +14,19 @@ from attnops.core.op import OPS
 from attnops.core.precompile import ahead, begin, start
 from attnops.core.problem import altered
 from attnops.graphs.split import split
+from attnops.hf.attention import descriptor
 from attnops.hf.cache.model_pages import ModelPages, Sizes
 from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.steps import precompile as first_steps
 from attnops.ops import paged_attention, paged_layers, write_kv
 
-OPS_OF_PAGES = ("write_kv", "paged_attention", "decode_attention")
+OPS_OF_PAGES = (
+    "write_kv",
+    "paged_attention",
+    "decode_attention",
+    "attention",
+    "varlen_attention",
+)
 
 
 @pytest.fixture
@@ -93,9 +100,12 @@ def test_a_trace_tells_of_sizes_by_their_hints_and_of_equal_calls_once(calls):
         )
 
 
+@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("window", [0, 8], ids=["whole", "window"])
 @pytest.mark.parametrize(("rows", "prompt"), [(1, 40), (3, 7)])
-def test_the_first_steps_of_new_pages(calls, rows, prompt, window):
+def test_the_first_steps_of_new_pages(calls, rows, prompt, window, far, monkeypatch):
+    """A prompt of one row without padding, and of several rows with padding, too."""
+    monkeypatch.setattr(descriptor, "far", lambda device: far)
     whole = paged_layers(4, 2, 16, 0, torch.float32, 16)
     layers = (whole, altered(whole, window=(window - 1, -1)) if window else whole, whole)
     pages = ModelPages(Sizes(rows, 64, layers, torch.device("cpu"), None, fixed=True))
@@ -106,8 +116,12 @@ def test_the_first_steps_of_new_pages(calls, rows, prompt, window):
     before = [t.clone() for t in (*pages.pools, *pages.counters)]
     first_steps.step(cache(), rows, prompt)
     kinds = 1 + bool(window)
-    assert [call.spec.op for call in calls] == ["write_kv"] * kinds
-    assert {call.key.shape[0] for call in calls} == {rows * prompt}
+    told = ["write_kv", "varlen_attention" if far else "attention"]
+    told += ["write_kv", "attention"] * (rows > 1)
+    assert [call.spec.op for call in calls] == told * kinds
+    assert {call.key.shape[0] for call in calls if call.spec.op == "write_kv"} == {rows * prompt}
+    bounds = [call.kv_start is not None for call in calls if call.spec.op == "attention"]
+    assert bounds == ([True] if far else [False, True])[: len(bounds) // kinds] * kinds
     calls.clear()
     first_steps.step(cache(), rows, 1)
     assert [call.spec.op for call in calls] == ["write_kv", "paged_attention"] * kinds

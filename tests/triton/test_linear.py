@@ -113,7 +113,7 @@ CHOSEN = [
     ("linear", SM90, 1, "triton"),
     ("linear", SM90, 32, "triton"),
     ("linear", SM90, GRAPH, "aten"),
-    ("linear", SM90, 65, "aten"),
+    ("linear", SM90, 65, "triton_aten"),
     ("experts", SM90, 1, "triton"),
     ("experts", SM90, 64, "triton"),
     ("experts", SM90, GRAPH, "triton"),

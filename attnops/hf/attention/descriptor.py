@@ -70,8 +70,12 @@ def build(
     q_offset: Number,
     kv_offset: Number,
     device: torch.device,
+    whole: bool = False,
 ) -> Tensor:
-    """The descriptor of `batch` requests. Each number is an int, a 0-dim tensor or `[batch]`."""
+    """The descriptor of `batch` requests. Each number is an int, a 0-dim tensor or `[batch]`.
+
+    whole: as `Range` has it.
+    """
     # Field by field in memory: a kernel that wants contiguous lengths gets them without a copy.
     rows = [
         x if isinstance(x, Tensor) else torch.full((), x, dtype=DTYPE, device=device)
@@ -84,11 +88,12 @@ def build(
     if not (
         torch.compiler.is_compiling()
         or count_dispatch_modes()
-        or mask.is_inference()
         or (mask.is_cuda and capturing(mask))
     ):
-        setattr(mask, _RANGE, None)
-        setattr(mask, BUILT, Range(pattern.causal, pattern.window - 1, fields[0], fields[1]))
+        found = Range(pattern.causal, pattern.window - 1, fields[0], fields[1], whole)
+        setattr(mask, BUILT, found)
+        if not mask.is_inference():  # which has no version
+            setattr(mask, _RANGE, None)
     return mask
 
 
@@ -255,8 +260,11 @@ def _window_of(rule: Callable[..., Any]) -> int | None:
     return window if isinstance(window, int) and window > 0 else None
 
 
-def range_of(request: Request, pattern: Pattern, start: Any, end: Any, low: Any) -> Tensor:
-    return build(pattern, request.batch_size, start, end, request.q_offset, low, request.device)
+def range_of(
+    request: Request, pattern: Pattern, start: Any, end: Any, low: Any, whole: bool = False
+) -> Tensor:
+    offset, device = request.q_offset, request.device
+    return build(pattern, request.batch_size, start, end, offset, low, device, whole)
 
 
 def first_of(seen: Tensor, columns: Tensor) -> Tensor:
@@ -300,11 +308,12 @@ def _of_pages(request: Request) -> Tensor:
             "causal, or a causal window, for a cache of pages",
         )
     known = request.kv_offset
-    start, numbers = _read_padding(request, known) if known.dim() == 1 else (known[:, 0], [])
-    mask = range_of(request, pattern, start, request.q_offset + request.q_length, 0)
-    if numbers and not any(numbers) and hasattr(mask, BUILT):
-        setattr(mask, BUILT, getattr(mask, BUILT)._replace(whole=True))
-    return mask
+    end = request.q_offset + request.q_length
+    if known.dim() != 1:
+        return range_of(request, pattern, known[:, 0], end, 0)
+    start, numbers = _read_padding(request, known)
+    whole = bool(numbers) and not any(numbers)
+    return range_of(request, pattern, start, end, 0, whole)
 
 
 def padding_of(

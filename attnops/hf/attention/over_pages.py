@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from attnops.core.errors import InvalidInput, fail
-from attnops.core.private_torch import count_dispatch_modes
+from attnops.core.private_torch import capturing, count_dispatch_modes
 from attnops.core.record import name
+from attnops.core.select import active_policy
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.request import Request
@@ -146,9 +147,10 @@ def _checked(asked: Asked) -> Range:
         fail(InvalidInput, "attention_mask", got, want)
     batch = request.query.shape[0]
     found: Range | None = None
-    # A tracer would take the numbers of an attribute for constants.
+    # A tracer or a graph would take what an attribute holds for constants.
     traced = torch.compiler.is_compiling() or count_dispatch_modes() > 0
-    if not traced and mask.shape[0] == batch:
+    kept = traced or (mask.is_cuda and capturing(mask))
+    if not kept and mask.shape[0] == batch:
         found = getattr(mask, descriptor.BUILT, None)
     if found is None:
         found = descriptor.read(mask, batch)
@@ -210,8 +212,9 @@ def attend_keys(
         "sinks": request.sinks,
     }
     # Without padding all rows of a first step are packed requests, which no kernel needs a mask or
-    # a plan of their length for.
-    whole = found.whole and past is None and count > 1
+    # a plan of their length for. A policy may name kernels of either op, and a row of a
+    # deterministic one does not follow the padding of others.
+    whole = found.whole and past is None and count > 1 and not active_policy()
     packs = whole and descriptor.far(query.device) and (dense is None or varlen is not None)
     if view.fresh and (view.packed or packs):
         starts = now.cu_seqlens_q

@@ -71,6 +71,9 @@ def step(cache: PagedModelCache, rows: int, count: int) -> None:
                 Request(q, k[None], v[None], sinks=sinks, softcap=float(rules.softcap)),
                 cache,
             )
-            whole = count > 1  # most prompts have no padding
-            found = Range(True, rules.window[0], start, start + count, whole)
-            attend_keys(asked, found, *kernels)
+            bounds = Range(True, rules.window[0], start, start + count)
+            # Most prompts have no padding, and those of several rows may have some.
+            if count > 1:
+                attend_keys(asked, bounds._replace(whole=True), *kernels)
+            if count == 1 or rows > 1:
+                attend_keys(asked, bounds, *kernels)

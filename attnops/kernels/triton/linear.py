@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from attnops.core.kernel import Kernel, arch_from, at_most, demand, one_of, register
+from attnops.core.kernel import Kernel, arch_from, demand, one_of, register
 from attnops.core.problem import Problem, Refusal
 from attnops.kernels.shared.linear import TAKES, product_us
 from attnops.kernels.triton.attention import PACKAGE, launched, own
@@ -86,7 +86,12 @@ def _many(p: Problem) -> bool:
 def _has_parts(p: Problem) -> Refusal | None:
     if p.asks & {"norm_weight", "activation"}:
         return None
-    return Refusal("norm_weight", "no norm and no activation", "one of them, which it launches")
+    want = "a norm or an activation: a product alone is left to aten"
+    return Refusal("norm_weight", "no norm and no activation", want)
+
+
+def _holds_a_row(p: Problem) -> bool:
+    return "norm_weight" not in p.asks or p.in_features <= MOST_COLUMNS
 
 
 _AROUND = launched("linear", "around_product")
@@ -101,8 +106,8 @@ register(
         needs=(
             arch_from(80),
             one_of("last_dim_contiguous", True),
-            demand("tokens", f"> {MOST_ROWS}, of which `triton` has tiles", _many),
-            at_most("in_features", MOST_COLUMNS),
+            demand("tokens", f"> {MOST_ROWS}: fewer are left to `triton`", _many),
+            demand("in_features", f"<= {MOST_COLUMNS}, with a norm", _holds_a_row),
             _has_parts,
         ),
         packages=(PACKAGE,),

@@ -121,12 +121,15 @@ def around_product(call: Linear) -> None:
     if call.activation:
         _gate(call, product(x, call.weight, call.bias))
         return
-    if call.bias is None:
-        torch.mm(x, call.weight.t(), out=call.output)
+    weight, bias, residual, output = call.weight.t(), call.bias, call.residual, call.output
+    if bias is not None and residual is not None:
+        torch.add(torch.addmm(bias, x, weight), residual, out=output)
+    elif bias is not None:
+        torch.addmm(bias, x, weight, out=output)
+    elif residual is not None:
+        torch.addmm(residual, x, weight, out=output)
     else:
-        torch.addmm(call.bias, x, call.weight.t(), out=call.output)
-    if call.residual is not None:
-        call.output.add_(call.residual)
+        torch.mm(x, weight, out=output)
 
 
 def _normed(call: Linear) -> Tensor:
