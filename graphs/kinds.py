@@ -53,8 +53,10 @@ class Kinds(Regions):
     Raises NotRegional as `Regions`, and for a layer whose code does what a graph would not repeat,
     or whose graph does not give the layer's own numbers.
 
-    kept: recordings of others, to share.
+    kept: recordings of others, to share. plain: modules run their own code for now.
     """
+
+    takes_twins = False
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class Kinds(Regions):
     ) -> None:
         super().__init__("eager", passes)
         self._kept: Kept = {} if kept is None else kept
+        self.plain = False
 
     def varying(self, tensor: Tensor, *dims: int) -> Tensor:
         return tensor
@@ -78,6 +81,8 @@ class Kinds(Regions):
     ) -> Any:
         if not isinstance(call, nn.Module):
             return call(*args, **kwargs)
+        if self.plain:
+            return type(call).forward(call, *args, **kwargs)
         mode = capture_mode()
         recording, program = self._of(call, args, kwargs, apart)
         flat = *tensors_of((args, kwargs)), *own_tensors(call).values()
@@ -170,14 +175,24 @@ class PerKind(PerLayer):
 
 
 class OneSize(AsItRuns):
-    """Runs code that calls its layers through `Kinds` itself. A bucket is recorded as it is
-    measured."""
+    """Runs code that calls its layers through `kinds` itself. Each bucket is recorded by itself."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
 
     def trace(self, bucket: Bucket) -> str:
         return str(bucket)
 
     def prepare(self, options: Options, bucket: Bucket, values: Values) -> None:
-        """No effect."""
+        """Record the layers, and run their own code once more to see whether it changes more than
+        tensors: a capture does not run it."""
+        self.run(options, bucket, values)
+        self._kinds.plain = True
+        try:
+            with options.watch():
+                self.run(options, bucket, values)
+        finally:
+            self._kinds.plain = False
 
 
 class _NoGuards:

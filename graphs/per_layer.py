@@ -122,10 +122,13 @@ class Regions:
     A layer that Dynamo cannot trace alone, or that it tells from each other one, raises
     NotRegional.
 
+    takes_twins: may a caller hand over a twin that it keeps?
     refusal: why the whole model is traced instead, set by `PerLayer`; "" while it is not.
     ran: the programs that ran since `begin`, in order.
     seconds: of tracing, choice of kernels and compilation.
     """
+
+    takes_twins = True
 
     def __init__(
         self,

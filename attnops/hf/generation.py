@@ -47,6 +47,7 @@ class Generation:
     lent: the caches made for it (attnops.hf.page_model).
     why: why its cache is transformers' own, "" where it is not, None before the cache is chosen.
     custom: the caller passed a loop of its own.
+    stepped: had it a step after the prompt?
     graphs: the mode of graphs that its last step ran in, "" without.
     layers: how compiled layers ran its prompt, "compiled" or "captured"; "" where the model's own
     ran it.
@@ -65,6 +66,7 @@ class Generation:
     lent: list[Any] = field(default_factory=list)
     why: str | None = None
     custom: bool = False
+    stepped: bool = False
     graphs: str = ""
     layers: str = ""
     loop: str = ""

@@ -354,6 +354,7 @@ class PagedMode:
             cache.state.pages.use()
         generation = None if args or torch.is_grad_enabled() else current_generation()
         if generation is not None and _goes_on(generation, kwargs.get("attention_mask")):
+            generation.stepped = True
             logits = self._step(decoder, cache, generation, kwargs)
             if logits is not None:
                 generation.graphs = decoder.last_mode

@@ -356,6 +356,8 @@ class Patched(Handle):
         if why:
             return Took("paged", mode, why, "", generation.layers)
         if not generation.graphs and paged.decode.mode != "hf":
+            if not generation.stepped:
+                return Took("paged", "", "", generation.loop, generation.layers)
             why = "it had no step of one token that asks for logits only"
         return Took("paged", mode, why, generation.loop, generation.layers)
 

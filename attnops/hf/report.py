@@ -23,7 +23,8 @@ class Took:
     """How a `generate()` of a patched model ran.
 
     cache: "paged", or "hf" for transformers' own or the caller's.
-    decode: "piecewise" or "breakable", the graphs of its last step; "hf" without graphs.
+    decode: "piecewise" or "breakable", the graphs of its last step; "hf" without graphs; "" where
+        no step came after the prompt.
     why: the reason why it had no pages or no graphs, "" where it had both or the options ask for
     neither.
     loop: the reason why no graph chose the tokens of the steps in graphs, "" where one did.
@@ -37,13 +38,10 @@ class Took:
     prompt: str = ""
 
     def __str__(self) -> str:
+        decode = f", decode={self.decode}" if self.decode else ""
         prompt = f", prompt={self.prompt}" if self.prompt else ""
         loop = f"; tokens chosen without a graph: {self.loop}" if self.loop else ""
-        return (
-            f"cache={self.cache}, decode={self.decode}{prompt}"
-            + (f": {self.why}" if self.why else "")
-            + loop
-        )
+        return f"cache={self.cache}{decode}{prompt}" + (f": {self.why}" if self.why else "") + loop
 
 
 @dataclass(frozen=True)

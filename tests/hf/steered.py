@@ -3,6 +3,7 @@ makes each to a model and to its twin."""
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -73,6 +74,7 @@ class Steered(nn.Module):
         self.pair = (1.0, [1.0])
         self.names = {"a": {"b": 1.0}}
         self.settings, self.slotted = Settings(), Slotted()
+        self.space = SimpleNamespace(scale=1.0)
         self.function = unchanged
 
     def scale(self):
@@ -229,6 +231,7 @@ def unfelt_changes(model, patch, by):
             "bias", nn.Parameter(torch.zeros(model.lm_head.out_features))
         ),
         "a longer list": lambda: mlp.fractions.append(1.0),
+        "a field of a namespace": lambda: setattr(mlp.space, "scale", by),
     }
 
 

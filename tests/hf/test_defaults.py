@@ -285,9 +285,9 @@ def test_what_no_pages_or_graphs_had_a_part_in():
         assert handle.took == Took("hf", "hf", "generate() made no cache for this model")
     with attnops.patch(model, decode=auto()) as handle:
         generated(model, 2, 9, 1)
-        assert handle.took == Took(
-            "paged", "hf", "it had no step of one token that asks for logits only"
-        )
+        assert handle.took == Took("paged", "") and str(handle.took) == "cache=paged"
+        generated(model, 2, 9, 3, output_hidden_states=True, return_dict_in_generate=True)
+        assert handle.took.decode == "hf" and "output_hidden_states" in handle.took.why
 
 
 @pytest.mark.sweep(3)
@@ -458,12 +458,17 @@ def test_memory_is_given_back(way, mode):
     generated(model, *CALL)
     generated(model, *CALL)
     assert handle.took == Took("paged", mode, prompt="captured")
-    over = next(iter(handle._paged.decoder()._kept.over.values()))
-    held = [weakref.ref(t) for t in (*over.cache.state.pages.pools, over.cache.state.pages)]
+    every = handle._paged.decoder()._kept.over.values()
+    assert len(every) == 2, "of steps and of prompts"
+    held = [
+        weakref.ref(t)
+        for over in every
+        for t in (over, *over.cache.state.pages.pools, over.cache.state.pages)
+    ]
     graphs = handle.decode.graphs.graphs
     assert all(ref() is not None for ref in held) and any(graph.alive for graph in graphs)
     assert "MiB of pages are kept" in str(handle.report())
-    del over
+    del every
     if way == "unpatched":
         handle.unpatch()
     elif way == "released":
@@ -496,7 +501,12 @@ def test_each_kind_of_step_begins_without_a_compiler():
         ):  # five steps each, all over the pages of four rows
             assert torch.equal(generated(model, *call), want[call])
             modes.append(handle.took.decode[0])
+            told = str(handle.report())
+            if len(modes) == 1:
+                assert "steps of more rows run without a compiler, 5 so far; they are" in told
+                assert "compiled after 8, or by capture()" in told and "one row" not in told
         assert "".join(modes) == "bppbpppp"
+        assert "steps of more rows are compiled" in told and "steps of one row are compiled" in told
         kept = handle._paged.decoder()._kept.over
         with attnops.use(deterministic=True):
             assert (

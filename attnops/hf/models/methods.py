@@ -17,7 +17,7 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
     """Those of `model.modules()`, in a fraction of its time."""
     found, waiting = {id(model): model}, [model]
     while waiting:
-        for module in vars(waiting.pop())["_modules"].values():
+        for module in waiting.pop()._modules.values():
             if module is not None and id(module) not in found:
                 found[id(module)] = module
                 waiting.append(module)

@@ -70,6 +70,11 @@ class Over:
         wanted: Any = self.graphed.buckets.find("decode", rows, rows)
         return wanted in [row.bucket for row in self.graphed.report().rows]
 
+    def has_chunk(self, tokens: int) -> bool:
+        """Is there a graph for a chunk of so many tokens?"""
+        wanted: Any = self.graphed.buckets.find("mixed", tokens, 1)
+        return wanted in [row.bucket for row in self.graphed.report().rows]
+
     def chunks(self, tokens: int) -> int:
         """The chunks of this bucket so far, with one of so many tokens that is about to run."""
         bucket = self.graphed.buckets.find("mixed", tokens, 1)

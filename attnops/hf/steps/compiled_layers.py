@@ -143,7 +143,7 @@ class Here:
         # The kernel is chosen at the trace, for all of its sizes. Pages for which another one is
         # faster have a trace of their own.
         same = None
-        if self.packed:
+        if self.packed and self.regions.takes_twins:
             same = self.twins.get(layer) or twin(layer)
         out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
         if same is not None and layer not in self.twins:

@@ -45,7 +45,7 @@ from attnops.hf.steps.captures import Captures, Failed, Failures, Kept, Over, re
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
-from attnops.hf.steps.prompt import PROMPT, Prompts
+from attnops.hf.steps.prompt import GOES_ON, PROMPT, Prompts
 from attnops.hf.steps.reasons import runs_hooks
 from attnops.lowering import Product
 from attnops.lowering.fuse_norm_linear_pass import summary
@@ -143,12 +143,13 @@ class Decoder:
         return Failed(self._state, kind_of(rows), mode)
 
     def notes(self) -> tuple[str, ...]:
-        """How prompts ran, the linears of compiled steps, and the kinds of steps without graphs,
-        for the report."""
+        """How far steps are on their way to compiled ones, how prompts ran, the linears of compiled
+        steps, and the kinds of steps without graphs, for the report."""
         aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
         anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
         failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failures.lasting.items())
         return (
+            *self._tiers(),
             *self.prompts.notes(),
             *summary(self.products),
             *aside,
@@ -156,6 +157,22 @@ class Decoder:
             *self.captures.notes(),
             *failed,
         )
+
+    def _tiers(self) -> Iterator[str]:
+        """How far each kind of step of the present state is on its way to compiled ones."""
+        if self.how.mode != "auto" or self._at_once or deterministic(active_policy()):
+            return
+        most = self.how.compile_after
+        for kind, steps in self._kept.taken.items():
+            if kind == "prompt":
+                continue
+            if steps >= most:
+                yield f"steps of {kind} are compiled"
+            else:
+                yield (
+                    f"steps of {kind} run without a compiler, {steps} so far; they are compiled "
+                    f"after {most}, or by capture()"
+                )
 
     @property
     def why(self) -> str:
@@ -326,7 +343,10 @@ class Decoder:
             if not recorded:
                 raise
             return one_line(error)
-        return self.aside or ("" if recorded else self._too_few(tokens))
+        self.prompts.graphs = f"graphs of {self._state}" if recorded else "graphs"
+        if self.aside:
+            return self.aside
+        return self.prompts.uncaptured if recorded else self._too_few(tokens)
 
     def _why_own_layers(self, given: dict[str, Any], recorded: bool) -> Iterator[str]:
         """Each reason, but for those of the model's state, why its own layers run this prompt."""
@@ -334,6 +354,8 @@ class Decoder:
             yield "it asks for more than logits"
         yield from self.prompts.why_not(given)
         if recorded:
+            if cache_in(given).state.filled:
+                yield GOES_ON
             return
         lasting = self.failures.lasting
         broken = any(

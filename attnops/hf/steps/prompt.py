@@ -139,6 +139,13 @@ def is_prompt(given: dict[str, Any]) -> bool:
     return tokens and not torch.is_grad_enabled() and isinstance(cache_in(given), PagedModelCache)
 
 
+GOES_ON = "it goes on with a cache, and such prompts are not captured"
+_NO_ROOM = "the budget of graphs (Decode.budget_bytes) has no room for its size"
+
+# Of a config: further results of every call.
+_FURTHER = ("output_hidden_states", "output_attentions")
+
+
 class _NotCaptured(Exception):
     """A chunk has no graph, and its layers are recorded for graphs alone. The message says why."""
 
@@ -147,7 +154,8 @@ class Prompts:
     """The prompts of one model.
 
     forward: the model's own. regions: the compiled layers.
-    failures: why there are no "layers", or no "graphs" of them.
+    failures: why there are no "layers", or no graphs of them.
+    graphs: what failures of captures are of now: recorded layers of a state, or compiled ones.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these
     ran it, "compiled" or "captured".
     """
@@ -160,12 +168,13 @@ class Prompts:
         self.why, self.took, self._ran = "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self._replayed = False  # did a graph run a chunk of it?
+        self._recorded = False  # did its layers need no compiler?
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
         rope = str(getattr(config.get_text_config(decoder=True), "rope_parameters", ""))
         self._of_length = any(kind in rope for kind in _OF_LENGTH)
-        self.failures = Failures[str]()
+        self.failures, self.graphs = Failures[str](), "graphs"
         self._chooses = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     def changed(self) -> None:
@@ -180,12 +189,12 @@ class Prompts:
         self.failures.lasting.clear()
 
     @property
-    def _uncaptured(self) -> str:
+    def uncaptured(self) -> str:
         """Why no chunk is captured."""
         return (
             "rotations depend on the length of the text"
             if self._of_length
-            else self.failures.lasting.get("graphs", "")
+            else self.failures.lasting.get(self.graphs, "")
         )
 
     def notes(self) -> tuple[str, ...]:
@@ -193,11 +202,11 @@ class Prompts:
         ran = (
             f"the model's own layers ({self.why})"
             if self.why
-            else f"{self.took} layers"
+            else f"{self.took} layers{', without a compiler' if self._recorded else ''}"
             if self.took
             else ""
         )
-        apart = f"; short ones are not captured: {self._uncaptured}" if self._uncaptured else ""
+        apart = f"; short ones are not captured: {self.uncaptured}" if self.uncaptured else ""
         return (f"the last prompt ran through {ran}{apart}",) if ran else ()
 
     def why_not(self, given: dict[str, Any]) -> Iterator[str]:
@@ -220,6 +229,10 @@ class Prompts:
             yield "the model keeps no logits of chosen tokens"
         if given.get("logits_to_keep") != 1:
             yield "more than the last logits are asked for"
+        if given.get("return_dict") is False or given.get("use_cache") is False:
+            yield "it asks for another form of result"
+        if any(getattr(self._model.config, name, None) for name in _FURTHER):
+            yield "the model's config asks for more than logits"
 
     def run(
         self, given: dict[str, Any], graphs: Callable[[], Over], recorded: bool
@@ -243,17 +256,21 @@ class Prompts:
             positions = torch.arange(seen, seen + columns, device=ids.device)
         parts = self._chunks(counts, [max(seen - s, 0) for s in starts], state.pages)
         after = RECORD_AFTER if recorded else CAPTURE_AFTER
-        over = [self._due(part, graphs, after) for part in parts]
-        self.why = self._why_uncaptured(parts, over, after, recorded)
-        if self.why:
+        due = [self._due(part, graphs, after) for part in parts]
+        against = [why for why in due if isinstance(why, str)]
+        if against and (recorded or due == [_early(after)]):
+            self.why = against[0]
             return None
+        over = [None if isinstance(each, str) else each for each in due]
         logits = self._tried(parts, over, _unpadded(ids, positions, counts), cache, recorded)
         if logits is None:
             return None
         state.pages.advance(start, columns)
-        state.filled, state.unfinished, self._ran = True, 0, True
+        state.filled, state.unfinished = True, 0
         self.took = "captured" if self._replayed else "compiled"
+        self._recorded = recorded
         if not recorded:
+            self._ran = True
             self.failures.done("layers")
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
@@ -267,28 +284,18 @@ class Prompts:
         traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
         return traced or not (self._ran or isinstance(error, InvalidInput))
 
-    def _is_short(self, part: Part) -> bool:
-        return part.fresh and part.size <= CAPTURED[-1] and not self._uncaptured
-
-    def _due(self, part: Part, graphs: Callable[[], Over], after: int) -> Over | None:
-        """The graphs that have a chunk, if it is to have one by now. after: as `CAPTURE_AFTER`."""
-        over = graphs() if self._is_short(part) else None
-        return over if over is not None and over.chunks(part.size) > after else None
-
-    def _why_uncaptured(
-        self, parts: list[Part], over: list[Over | None], after: int, recorded: bool
-    ) -> str:
-        """Why the model's own layers run these chunks; "" where they do not. over: see `_due`."""
-        early = None in over if recorded else over == [None]
-        if early and all(map(self._is_short, parts)):
-            return f"over these pages, {after} prompts as short have not run before"
-        if not (early and recorded):
-            return ""
-        if self._uncaptured:
-            return "recorded layers run in graphs alone"
-        if not all(part.fresh for part in parts):
-            return "it goes on with a cache, and such prompts are not captured"
-        return f"it has more than {CAPTURED[-1]:,} tokens, and such prompts are not captured"
+    def _due(self, part: Part, graphs: Callable[[], Over], after: int) -> Over | str:
+        """The graphs that have a chunk, or why it has none by now. after: as `CAPTURE_AFTER`."""
+        if self.uncaptured:
+            return self.uncaptured
+        if not part.fresh:
+            return GOES_ON
+        if part.size > CAPTURED[-1]:
+            return f"it has more than {CAPTURED[-1]:,} tokens, and such prompts are not captured"
+        over = graphs()
+        if over.graphed.buckets.find("mixed", part.size, 1) is None:
+            return _NO_ROOM
+        return over if over.chunks(part.size) > after else _early(after)
 
     def _tried(
         self,
@@ -305,7 +312,7 @@ class Prompts:
         except SideEffect:
             raise
         except _NotCaptured as error:
-            self.why = one_line(error.__cause__ or error)
+            self.why = str(error)
             return None
         except Exception as error:
             if not self._is_of_compiler(error):
@@ -358,22 +365,25 @@ class Prompts:
         Raises _NotCaptured where recorded layers could not be captured.
         """
         (tokens, positions), (counts, before, ends, last) = chunk, sent
-        if over is not None and not self._uncaptured and not self._failed:
+        if over is not None and not self.uncaptured and not self._failed:
+            captured = over.has_chunk(part.size)
             try:
                 logits: Tensor = over.graphed(
                     tokens=tokens, positions=positions, counts=counts, cache=over.cache
                 )
-            except SideEffect:
+            except (SideEffect, _NotCaptured):
                 raise
             except Exception as error:
-                if not (isinstance(error, (NotCapturable, NotRegional)) or passing(error)):
+                # An error of the first run of recorded layers may be one of theirs alone.
+                known = isinstance(error, (NotCapturable, NotRegional)) or passing(error)
+                if not (known or (recorded and not captured)):
                     raise
                 self._failed = True
-                self.failures.note("graphs", error)
+                self.failures.note(self.graphs, error)
                 if recorded:
                     raise _NotCaptured(one_line(error)) from error
             else:
-                self.failures.done("graphs")
+                self.failures.done(self.graphs)
                 self._replayed = True
                 return logits[ends]  # a copy: graphs write their memory again
         # Compiled code is guarded on the place of a slice. Without a last token, the logits of some
@@ -448,6 +458,8 @@ class Prompts:
         def step(
             tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache
         ) -> Tensor:
+            if kinds is not None and tokens.shape[0] not in CAPTURED:
+                raise _NotCaptured(_NO_ROOM)  # the bucket was dropped in this call
             last = (counts.cumsum(0) - 1).clamp(min=0)
             before, regions = torch.zeros_like(counts), kinds or self._compiled()
             return self.step(tokens, positions, counts, before, last, True, cache, regions)
@@ -458,9 +470,15 @@ class Prompts:
             tokens=("tokens", "positions"),
             requests=("counts",),
             over_budget="drop",
-            runner=AsItRuns() if kinds is None else OneSize(),
+            runner=AsItRuns() if kinds is None else OneSize(kinds),
             **options,
         )
+
+
+def _early(after: int) -> str:
+    """Why a size is not captured before so many chunks of it ran."""
+    few = "no prompt" if after == 1 else f"fewer than {after} prompts"
+    return f"{few} of its size ran over these pages before"
 
 
 def _why_unpacked(counts: Sequence[int], padded: bool) -> str:

@@ -267,8 +267,7 @@ def runs_hooks(model: Any) -> bool:
 def _callers_hooks(owner: Any) -> Iterator[tuple[Any, Any]]:
     """Each hook within `owner` that is neither ours nor transformers', with its module."""
     for module in modules_in(owner):
-        own = vars(module)
-        if module is owner or not (own["_forward_pre_hooks"] or own["_forward_hooks"]):
+        if module is owner or not (module._forward_pre_hooks or module._forward_hooks):
             continue
         for hook in hooks_on(module):
             if not str(getattr(hook, "__module__", "")).startswith("transformers."):

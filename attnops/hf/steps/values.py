@@ -213,7 +213,7 @@ class Values:
             return kind, *(self.of(part, depth) for part in (x.func, x.args, x.keywords))
         if isinstance(x, (int, float, str, bytes)):
             return kind, x
-        if isinstance(x, nn.Module):
+        if isinstance(x, (nn.Module, types.SimpleNamespace)):
             return self._attributes(x, kind, depth)
         if _home(kind) in _FIXED_FROM:
             return Itself(x)
@@ -228,7 +228,7 @@ class Values:
         slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(x, name)]
         if not slots and not isinstance(own, dict):
             raise Unknown(f"an object of {kind.__module__}.{kind.__qualname__}")
-        if _home(kind) not in ("torch", "transformers"):
+        if _home(kind) not in ("torch", "transformers", "types"):
             self.classes[kind] = None
         if slots:
             # Slots have no dictionary to look at again.

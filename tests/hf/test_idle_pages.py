@@ -1,0 +1,50 @@
+"""The sizes of new pages of `generate()`."""
+
+import pytest
+import torch
+
+from attnops.hf import tiny
+from attnops.hf.cache import idle_pages
+from attnops.hf.cache.model_pages import Sizes
+from attnops.ops import paged_layers
+from tests.hf.decoding import generated
+from tests.hf.helpers import paged
+
+LAYERS = paged_layers(4, 2, 16, 0, torch.float32, 16)
+ROW_BYTES = 3 * 2 * 2 * 16 * 4
+"""Of a token in three layers: keys and values of two heads of 16 float32."""
+
+
+def length_of(rows, length, memory, monkeypatch):
+    monkeypatch.setattr(idle_pages, "gpu_bytes", lambda device: memory)
+    sizes = Sizes(rows, length, (LAYERS,) * 3, torch.device("cpu"), None)
+    return idle_pages._rounded(sizes).length
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "tokens", "want"),
+    [
+        (1, 100, 5000, 2048),  # room for more than 2,048 tokens
+        (1, 100, 1000, 1000),  # as many as there is room for, in steps of 8
+        (2, 100, 1000, 496),
+        (8, 100, 100, 104),  # no room: as without a GPU
+        (1, 3000, 5000, 3072),
+        (1, 2047, 5000, 2048),
+    ],
+)
+def test_new_pages_have_room_for_some_tokens(rows, length, tokens, want, monkeypatch):
+    """In a part of a GPU's memory."""
+    memory = idle_pages.SMALL * tokens * ROW_BYTES
+    assert length_of(rows, length, memory, monkeypatch) == want
+    without = {100: 104, 2047: 2048, 3000: 3072}[length]  # rounded up by an eighth at most
+    assert length_of(rows, length, float("inf"), monkeypatch) == without
+
+
+def test_a_model_with_a_scripted_module():
+    """Which has no dictionary of its modules and hooks as others have."""
+    model = tiny.model("llama")
+    want = generated(model, 2, 9, 3)
+    with paged(model):
+        mlp = model.model.layers[0].mlp
+        mlp.act_fn = torch.jit.trace(mlp.act_fn, torch.randn(2, 3))
+        assert torch.equal(generated(model, 2, 9, 3), want)
