@@ -92,6 +92,23 @@ class Kept(NamedTuple):
     over: dict[tuple[ModelPages, str], Over]
     taken: Counter[Kind]
 
+    def waits(self, most: int) -> bool:
+        """Has a kind of step run less than `most` times, after which it is compiled?"""
+        return any(steps < most for kind, steps in self.taken.items() if kind != "prompt")
+
+    def notes(self, most: int) -> Iterator[str]:
+        """How far each kind of step is on its way to compiled ones, which come after `most`."""
+        for kind, steps in self.taken.items():
+            if kind == "prompt":
+                continue
+            if steps >= most:
+                yield f"steps of {kind} are compiled"
+            else:
+                yield (
+                    f"steps of {kind} run without a compiler, {steps} so far; they are compiled "
+                    f"after {most}, or by capture()"
+                )
+
 
 def most_graph_bytes(device: torch.device) -> float:
     """A twentieth of a GPU's memory."""
@@ -223,6 +240,18 @@ class Failures(Generic[Key]):
         """Forget all."""
         self.lasting.clear()
         self.passing.clear()
+
+
+def cannot_compile(failures: Failures[Failed], state: int | None) -> bool:
+    """Do compiled steps of a state of the model have no graphs?"""
+    return any(
+        kind.mode == "piecewise" and kind.state in (None, state) for kind in failures.lasting
+    )
+
+
+def of_prompts(recorded: bool) -> str:
+    """The mode of graphs of prompts, among the modes of steps."""
+    return "prompt, recorded" if recorded else "prompt"
 
 
 def remember(found: dict[Key, Value], key: Key, value: Value) -> Value:

@@ -41,7 +41,16 @@ from attnops.hf.steps.calls import (
     state_of,
     state_of_step,
 )
-from attnops.hf.steps.captures import Captures, Failed, Failures, Kept, Over, remember
+from attnops.hf.steps.captures import (
+    Captures,
+    Failed,
+    Failures,
+    Kept,
+    Over,
+    cannot_compile,
+    of_prompts,
+    remember,
+)
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
@@ -148,8 +157,9 @@ class Decoder:
         aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
         anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
         failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failures.lasting.items())
+        waits = self.how.mode == "auto" and not (self._at_once or deterministic(active_policy()))
         return (
-            *self._tiers(),
+            *(self._kept.notes(self.how.compile_after) if waits else ()),
             *self.prompts.notes(),
             *summary(self.products),
             *aside,
@@ -157,22 +167,6 @@ class Decoder:
             *self.captures.notes(),
             *failed,
         )
-
-    def _tiers(self) -> Iterator[str]:
-        """How far each kind of step of the present state is on its way to compiled ones."""
-        if self.how.mode != "auto" or self._at_once or deterministic(active_policy()):
-            return
-        most = self.how.compile_after
-        for kind, steps in self._kept.taken.items():
-            if kind == "prompt":
-                continue
-            if steps >= most:
-                yield f"steps of {kind} are compiled"
-            else:
-                yield (
-                    f"steps of {kind} run without a compiler, {steps} so far; they are compiled "
-                    f"after {most}, or by capture()"
-                )
 
     @property
     def why(self) -> str:
@@ -327,7 +321,7 @@ class Decoder:
             try:
                 graphs = partial(self._prompt_graphs, state, recorded)
                 logits = self.prompts.run(given, graphs, recorded)
-                self._bound(self._kept.over.get((state.pages, _of_prompts(recorded))))
+                self._bound(self._kept.over.get((state.pages, of_prompts(recorded))))
                 return logits
             except SideEffect as error:
                 self._set_aside(error, state)
@@ -357,10 +351,7 @@ class Decoder:
             if cache_in(given).state.filled:
                 yield GOES_ON
             return
-        lasting = self.failures.lasting
-        broken = any(
-            kind.mode == "piecewise" and kind.state in (None, self._state) for kind in lasting
-        )
+        broken = cannot_compile(self.failures, self._state)
         if self.how.mode == "breakable" or broken or not (self.regions or self._at_once):
             yield "steps are not compiled"
 
@@ -376,8 +367,8 @@ class Decoder:
 
     def _prompt_graphs(self, state: State, recorded: bool) -> Over:
         """The graphs of prompts over these pages."""
-        made, key = self._kept.over, (state.pages, _of_prompts(recorded))
-        before = made.pop((state.pages, _of_prompts(not recorded)), None)
+        made, key = self._kept.over, (state.pages, of_prompts(recorded))
+        before = made.pop((state.pages, of_prompts(not recorded)), None)
         if before is not None:
             before.graphed.free()
         if key not in made:
@@ -492,9 +483,7 @@ class Decoder:
         self._look(state)
         mode, made = self._mode(rows), self._kept.over
         over, before = made.get((state.pages, mode)), (state.pages, "breakable")
-        waits = not self._at_once and any(
-            n < self.how.compile_after for kind, n in self._kept.taken.items() if kind != "prompt"
-        )
+        waits = not self._at_once and self._kept.waits(self.how.compile_after)
         if mode == "piecewise" and before in made and not waits:
             made.pop(before).graphed.free()
         if over is None:
@@ -511,8 +500,3 @@ class Decoder:
                 )
             over = made[state.pages, mode] = Over(cache, graphed, mode, live)
         return over
-
-
-def _of_prompts(recorded: bool) -> str:
-    """The mode of graphs of prompts, among the modes of steps."""
-    return "prompt, recorded" if recorded else "prompt"
