@@ -117,7 +117,23 @@ def attend(
 
 def _checked(asked: Asked) -> Range:
     """The range that the mask describes. Raises InvalidInput for a call that pages cannot serve."""
+    _refuse_arguments(asked)
     request, mask = asked.request, asked.request.mask
+    if mask is None or mask.dtype != descriptor.DTYPE:
+        got = "None" if mask is None else f"{name(mask.dtype)} {list(mask.shape)}"
+        want = (
+            "a 2-D mask [B, tokens so far] of ones, with zeros on the left only: pages hold "
+            'no other pattern. Use cache="hf" for it'
+        )
+        fail(InvalidInput, "attention_mask", got, want)
+    found = _range_of(mask, request.query.shape[0])
+    if not found.causal:
+        fail(InvalidInput, "attention_mask", "bidirectional", "causal, with a paged cache")
+    return found
+
+
+def _refuse_arguments(asked: Asked) -> None:
+    request = asked.request
     if request.weights:
         want = (
             "False with a cache of pages, or transformers' own cache: kernels return no "
@@ -138,25 +154,47 @@ def _checked(asked: Asked) -> Range:
     ):
         if value is not None:
             fail(InvalidInput, field, type(value).__name__, "None with a paged cache")
-    if mask is None or mask.dtype != descriptor.DTYPE:
-        got = "None" if mask is None else f"{name(mask.dtype)} {list(mask.shape)}"
-        want = (
-            "a 2-D mask [B, tokens so far] of ones, with zeros on the left only: pages hold "
-            'no other pattern. Use cache="hf" for it'
-        )
-        fail(InvalidInput, "attention_mask", got, want)
-    batch = request.query.shape[0]
-    found: Range | None = None
+
+
+def _range_of(mask: Tensor, batch: int) -> Range:
+    """What a descriptor says: what it was built of, or else what it holds."""
     # A tracer or a graph would take what an attribute holds for constants.
     traced = torch.compiler.is_compiling() or count_dispatch_modes() > 0
-    kept = traced or (mask.is_cuda and capturing(mask))
-    if not kept and mask.shape[0] == batch:
-        found = getattr(mask, descriptor.BUILT, None)
-    if found is None:
-        found = descriptor.read(mask, batch)
-    if not found.causal:
-        fail(InvalidInput, "attention_mask", "bidirectional", "causal, with a paged cache")
-    return found
+    if traced or (mask.is_cuda and capturing(mask)) or mask.shape[0] != batch:
+        return descriptor.read(mask, batch)
+    built: Range | None = getattr(mask, descriptor.BUILT, None)
+    return descriptor.read(mask, batch) if built is None else built
+
+
+class _Step(NamedTuple):
+    """New tokens of one layer, `[B, S, H, D]`, in the dtype of its pages.
+
+    view: the layer's part of the step.
+    """
+
+    request: Request
+    found: Range
+    view: View
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def _is_whole(step: _Step) -> bool:
+    """Are all keys those of these tokens, without padding? Not under a policy, which may name
+    kernels: a row of a deterministic one does not follow the padding of others."""
+    return step.found.whole and step.view.past is None and not active_policy()
+
+
+def _rules(step: _Step) -> dict[str, Any]:
+    """Arguments of each op but `decode_attention`, which has one window."""
+    request = step.request
+    return {
+        "scale": request.scale,
+        "window": (step.found.window_left, -1),
+        "softcap": request.softcap,
+        "sinks": request.sinks,
+    }
 
 
 def attend_keys(
@@ -169,91 +207,125 @@ def attend_keys(
     if window and not 0 <= found.window_left < window:
         _refuse_window(layer, found.window_left, window)
     view = cache.view(layer, found.start, count, heads)
-    now, past, (k_pages, v_pages) = view.batch, view.past, view.pages
+    k_pages, v_pages = view.pages
     # Under autocast the query has another dtype than the pages.
-    like = request.query.dtype
     stored = k_pages.dtype
     query = request.query.transpose(1, 2).to(stored)
     key = request.key[0].transpose(1, 2).to(stored)
     value = request.value[0].transpose(1, 2).to(stored)
+    step = _Step(request, found, view, query, key, value)
     if view.one_launch and count == 1:
-        out = decode_attention(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
-            k_pages,
-            v_pages,
-            now.page_table,
-            now.seq_lens,
-            now.slots,
-            scale=request.scale,
-            window_left=found.window_left,
-            softcap=request.softcap,
-            sinks=request.sinks,
-            holes=False,
-            workspace=now.workspace,
-        )
+        out = _in_one_launch(step)
         _wrote(cache, layer)
-        return out.view(batch, count, heads, out.shape[2]).to(like)
-    keys, values = key, value
-    start: Tensor | None = found.start
-    end: Tensor | None = found.end
-    if past is not None:
-        slots, start = past
-        # Copied before the step overwrites the pages of the window.
-        keys, values = _behind(k_pages, slots, key), _behind(v_pages, slots, value)
-        end = torch.full_like(found.start, keys.shape[1])
-    write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, now.slots)
+        return out.view(batch, count, heads, out.shape[2]).to(request.query.dtype)
+    # Copied before the step overwrites the pages of the window.
+    behind = None if view.past is None else _with_window(step, view.past[0])
+    write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, view.batch.slots)
     _wrote(cache, layer)
-    rules: dict[str, Any] = {
-        "scale": request.scale,
-        "window": (found.window_left, -1),
-        "softcap": request.softcap,
-        "sinks": request.sinks,
-    }
-    # Without padding all rows of a first step are packed requests, which no kernel needs a mask or
-    # a plan of their length for. A policy may name kernels of either op, and a row of a
-    # deterministic one does not follow the padding of others.
-    whole = found.whole and past is None and count > 1 and not active_policy()
-    packs = whole and descriptor.far(query.device) and (dense is None or varlen is not None)
-    if view.fresh and (view.packed or packs):
-        starts = now.cu_seqlens_q
-        packed: Tensor = varlen_attention(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
-            starts,
-            starts,
-            max_seqlen_q=count,
-            max_seqlen_k=count,
-            causal=True,
-            padded=False,
-            kernel=varlen,
-            **rules,
-        )
-        return packed.view(batch, count, *packed.shape[1:]).to(like)
-    if whole:
+    if view.fresh and (view.packed or _packs(step, dense, varlen)):
+        out = _packed(step, varlen)
+    elif behind is not None or (view.fresh and count > 1):
+        out = _alone(step, behind, dense)
+    else:
+        out = _over_pages(step, paged)
+    return out.to(request.query.dtype)
+
+
+def _in_one_launch(step: _Step) -> Tensor:
+    """`[B, H, Dv]` of one token a row, which is written in the same launch."""
+    request, now, (k_pages, v_pages) = step.request, step.view.batch, step.view.pages
+    return decode_attention(
+        step.query.flatten(0, 1),
+        step.key.flatten(0, 1),
+        step.value.flatten(0, 1),
+        k_pages,
+        v_pages,
+        now.page_table,
+        now.seq_lens,
+        now.slots,
+        scale=request.scale,
+        window_left=step.found.window_left,
+        softcap=request.softcap,
+        sinks=request.sinks,
+        holes=False,
+        workspace=now.workspace,
+    )
+
+
+def _packs(step: _Step, dense: str | None, varlen: str | None) -> bool:
+    """Are the rows, which have no padding, packed requests? No kernel needs a mask for these, or a
+    plan of their length. A kernel that is forced for dense rows alone keeps them."""
+    forced = dense is not None and varlen is None
+    several = step.query.shape[1] > 1
+    return several and _is_whole(step) and descriptor.far(step.query.device) and not forced
+
+
+def _packed(step: _Step, kernel: str | None) -> Tensor:
+    """The rows' own tokens attend to each other, as packed requests."""
+    starts, count = step.view.batch.cu_seqlens_q, step.query.shape[1]
+    out: Tensor = varlen_attention(
+        step.query.flatten(0, 1),
+        step.key.flatten(0, 1),
+        step.value.flatten(0, 1),
+        starts,
+        starts,
+        max_seqlen_q=count,
+        max_seqlen_k=count,
+        causal=True,
+        padded=False,
+        kernel=kernel,
+        **_rules(step),
+    )
+    return out.view(*step.query.shape[:3], out.shape[2])
+
+
+def _with_window(step: _Step, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the window in these slots, and of the new tokens behind them."""
+    k_pages, v_pages = step.view.pages
+    return _behind(k_pages, slots, step.key), _behind(v_pages, slots, step.value)
+
+
+def _alone(step: _Step, behind: tuple[Tensor, Tensor] | None, kernel: str | None) -> Tensor:
+    """The rows' own tokens attend to each other, and to what they are behind, if it is given."""
+    start: Tensor | None = step.found.start
+    end: Tensor | None = step.found.end
+    keys, values = behind or (step.key, step.value)
+    if behind is not None and step.view.past is not None:
+        start = step.view.past[1]
+        end = torch.full_like(start, keys.shape[1])
+    elif _is_whole(step):
         start = end = None  # a kernel that is given no bounds builds no mask of them
-    if past is not None or (view.fresh and count > 1):
-        alone: Tensor = dense_attention(
-            query, keys, values, causal=True, kv_start=start, kv_end=end, kernel=dense, **rules
-        )
-        return alone.to(like)
+    out: Tensor = dense_attention(
+        step.query,
+        keys,
+        values,
+        causal=True,
+        kv_start=start,
+        kv_end=end,
+        kernel=kernel,
+        **_rules(step),
+    )
+    return out
+
+
+def _over_pages(step: _Step, kernel: str | None) -> Tensor:
+    """The tokens attend to all of their rows in the pages."""
+    now, (k_pages, v_pages) = step.view.batch, step.view.pages
     out = paged_attention(
-        query.flatten(0, 1),
+        step.query.flatten(0, 1),
         k_pages,
         v_pages,
         now.page_table,
         now.seq_lens,
         now.cu_seqlens_q,
-        max_seqlen_q=count,
+        max_seqlen_q=step.query.shape[1],
         workspace=now.workspace,
         padded=False,
         holes=False,
-        kernel=paged,
-        **rules,
+        kernel=kernel,
+        **_rules(step),
     )
-    return out.view(batch, count, heads, out.shape[2]).to(like)
+    return out.view(*step.query.shape[:3], out.shape[2])
 
 
 def _refuse_window(layer: int, window_left: int, most: int) -> None:

@@ -14,7 +14,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, Step
 from attnops.hf.steps.captures import Failures, Over, passing
+from attnops.hf.steps.chunks import Part, parts_of
 from attnops.hf.steps.compiled_layers import Here, modules_of
 from attnops.lowering import merge_linears_pass
 
@@ -68,61 +69,6 @@ _TRIAL = 256
 # Rotations whose angles follow from the longest position at hand: all tokens of a text must be in
 # one call.
 _OF_LENGTH = ("dynamic", "longrope")
-
-
-class Part(NamedTuple):
-    """A chunk of the packed tokens. begin, end: of its tokens. counts, before: by request, its
-    tokens here and those before them.
-
-    ends: the requests that end here. last: the place of the last token of each in the chunk.
-    """
-
-    begin: int
-    end: int
-    counts: list[int]
-    before: list[int]
-    ends: list[int]
-    last: list[int]
-
-    @property
-    def size(self) -> int:
-        """Its tokens."""
-        return self.end - self.begin
-
-    @property
-    def fresh(self) -> bool:
-        """Are its tokens the first of their requests?"""
-        return not any(n and b for n, b in zip(self.counts, self.before, strict=True))
-
-
-def parts_of(counts: Sequence[int], before: Sequence[int], most: int) -> list[Part]:
-    """Chunks of at most `most` tokens: whole requests, or equal parts of one that is longer."""
-    found: list[Part] = []
-    begin = 0
-    for row, n in enumerate(counts):
-        pieces = -(-n // most)
-        for i in range(pieces):
-            first, stop = n * i // pieces, n * (i + 1) // pieces
-            size, end = stop - first, begin + stop - first
-            joins = (
-                found
-                and pieces == 1
-                and end - found[-1].begin <= most
-                and not _is_part(found[-1], counts)
-            )
-            if not joins:
-                found.append(Part(begin, begin, [0] * len(counts), list(before), [], []))
-            part = found[-1]
-            part.counts[row], part.before[row] = size, before[row] + first
-            if stop == n:
-                part.ends.append(row)
-                part.last.append(end - part.begin - 1)
-            found[-1], begin = part._replace(end=end), end
-    return found
-
-
-def _is_part(part: Part, counts: Sequence[int]) -> bool:
-    return any(0 < here < n for here, n in zip(part.counts, counts, strict=True))
 
 
 def is_prompt(given: dict[str, Any]) -> bool:
@@ -227,6 +173,10 @@ class Prompts:
             yield "it has no positions for each row"
         if not self._chooses:
             yield "the model keeps no logits of chosen tokens"
+        yield from self._why_result(given)
+
+    def _why_result(self, given: dict[str, Any]) -> Iterator[str]:
+        """Each reason of the result that is asked for."""
         if given.get("logits_to_keep") != 1:
             yield "more than the last logits are asked for"
         if given.get("return_dict") is False or given.get("use_cache") is False:
@@ -255,13 +205,9 @@ class Prompts:
         if positions is None:
             positions = torch.arange(seen, seen + columns, device=ids.device)
         parts = self._chunks(counts, [max(seen - s, 0) for s in starts], state.pages)
-        after = RECORD_AFTER if recorded else CAPTURE_AFTER
-        due = [self._due(part, graphs, after) for part in parts]
-        against = [why for why in due if isinstance(why, str)]
-        if against and (recorded or due == [_early(after)]):
-            self.why = against[0]
+        over = self._graphs_of(parts, graphs, recorded)
+        if self.why:
             return None
-        over = [None if isinstance(each, str) else each for each in due]
         logits = self._tried(parts, over, _unpadded(ids, positions, counts), cache, recorded)
         if logits is None:
             return None
@@ -283,6 +229,18 @@ class Prompts:
         """Could layers not be compiled? An error of layers that ran before is one of the step."""
         traced = isinstance(error, (NotRegional, NotCapturable, NoKernel))
         return traced or not (self._ran or isinstance(error, InvalidInput))
+
+    def _graphs_of(
+        self, parts: list[Part], graphs: Callable[[], Over], recorded: bool
+    ) -> list[Over | None]:
+        """The graphs that have each chunk. Sets `why` where the model's own layers must run them,
+        as for want of recorded layers, or where a short prompt's are as fast as compiled ones."""
+        after = RECORD_AFTER if recorded else CAPTURE_AFTER
+        due = [self._due(part, graphs, after) for part in parts]
+        against = [why for why in due if isinstance(why, str)]
+        if against and (recorded or due == [_early(after)]):
+            self.why = against[0]
+        return [None if isinstance(each, str) else each for each in due]
 
     def _due(self, part: Part, graphs: Callable[[], Over], after: int) -> Over | str:
         """The graphs that have a chunk, or why it has none by now. after: as `CAPTURE_AFTER`."""
