@@ -480,7 +480,6 @@ BAD = [
     ("length: got -1", "truncate", "a", -1),
     ("start, stop: got (0, 3)", "slots", "a", 0, 3),
     ("start, stop: got (2, 1)", "slots", "a", 2, 1),
-    ("requests: got ()", "batch", [], []),
     ("requests: got (", "batch", ["a", "a"], 1),
     ("requests: got ", "batch", "a", 1),
     ("new_tokens: got 2 counts", "batch", ["a"], [1, 2]),
@@ -557,3 +556,39 @@ def test_no_rows():
         with unchanged(cache, TooManyRequests) as caught:
             call()
         assert caught.value.limit == 1
+
+
+@pytest.mark.parametrize("windows", [None, (0, 8)], ids=["whole", "windows"])
+def test_an_idle_step(windows):
+    """No request brings a token, as in a process that waits for others: nothing changes, and layers
+    give nothing."""
+    more = {} if windows is None else {"windows": windows, "max_new_tokens": 4}
+    cache = make(**more)
+    cache.extend(cache.alloc(), 3)
+    before = snapshot(cache)
+    batch = cache.batch([])
+    for each in (batch, *batch.others):
+        assert each.page_table.shape[0] == each.seq_lens.numel() == each.slots.numel() == 0
+        assert each.cu_seqlens_q.tolist() == [0] and each.max_seqlen_q == 0
+    layer, empty = attnops.nn.Attention(1, 1, head_dim=1), torch.empty(0, 1, 1)
+    given = {"k_pages": cache.k_pages[0], "v_pages": cache.v_pages[0]}
+    for call in (layer, torch.compile(layer, backend="eager")):
+        assert call(empty, empty, empty, batch=batch, **given).shape == (0, 1, 1)
+    ledger, held = snapshot(cache)
+    assert ledger == before[0] and all(map(torch.equal, held, before[1]))
+
+
+def test_an_idle_step_over_latents():
+    cache = LatentCache(
+        1,
+        8,
+        latent_dim=4,
+        rope_dim=2,
+        max_requests=2,
+        max_tokens_per_request=8,
+        page_size=4,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    batch = cache.batch([])
+    assert batch.page_table.shape[0] == 0 and batch.cu_seqlens_q.tolist() == [0]

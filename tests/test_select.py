@@ -359,7 +359,7 @@ def test_policies_name_kernels_that_exist():
         with pytest.raises(UnknownKernel, match=r"kernel: got '(fa9|sdpa)', want one of"):
             parse_policy(policy)
     with pytest.raises(
-        UnknownKernel, match=r"kernel: got 'fa9', want one of .*, triton \(op linear\)"
+        UnknownKernel, match=r"kernel: got 'fa9', want one of .*, triton, triton_aten \(op linear\)"
     ):
         parse_policy("kernel=linear:fa9")
     with pytest.raises(

@@ -257,7 +257,7 @@ class Pages:
         )
         need(not any(self.windows) or longest <= self.max_new_tokens, "new_tokens", longest, want)
         entries = [self._ledger.get(request) for request in ids]
-        need(0 < len(set(ids)) == len(ids), "requests", ids, "at least one request, each once")
+        need(len(set(ids)) == len(ids), "requests", ids, "each request once")
         change = self._ledger.append(list(zip(ids, counts, strict=True)))
         with ordinary():
             self._write(change)
@@ -440,7 +440,8 @@ class PagedCache(Pages):
         ones at each call.
 
         Args:
-            requests: ids, each once.
+            requests: ids, each once. Empty: an idle step, for a process that must take part in the
+                steps of others.
             new_tokens: tokens of each; an int: as many for each.
 
         Returns:
@@ -448,7 +449,7 @@ class PagedCache(Pages):
             `batch.of(table_of[layer])` is that of a layer.
 
         Raises:
-            InvalidInput: no request, the same one twice, counts that do not match, or more tokens
+            InvalidInput: the same request twice, counts that do not match, or more tokens
                 than `max_new_tokens` allows.
             UnknownRequest, RequestTooLong, OutOfPages: a request or the cache has no room for the
                 tokens.

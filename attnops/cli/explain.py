@@ -226,4 +226,5 @@ def linear_sites(
         problem = problem_at(
             altered(kind, dtype=dtype, kv_dtype=dtype), Sizes(float(rows), 1.0, 1.0), target
         )
-        yield Site(PARTS[name], 1 if name == "head" else layers, select(problem))
+        compiled = altered(problem, compiled=True)
+        yield Site(PARTS[name], 1 if name == "head" else layers, select(compiled))

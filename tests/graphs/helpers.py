@@ -60,7 +60,7 @@ class Pair:
         for name in names:
             if name not in self.ids:
                 self.ids[name] = self.cache.alloc(), self.twin.alloc()
-        mine, theirs = zip(*(self.ids[n] for n in names), strict=True)
+        mine, theirs = zip(*(self.ids[n] for n in names), strict=True) if names else ((), ())
         return self.cache.batch(mine, new), self.twin.batch(theirs, new)
 
     def example(self, names="yz", new=1):

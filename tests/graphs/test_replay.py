@@ -381,3 +381,15 @@ def test_bad_first_calls_name_themselves():
         pair.step(batch=batch, k_pages=pair.cache.k_pages, v_pages=pair.cache.v_pages)
     with pytest.raises(InvalidInput, match="one token a request and padded=False"):
         pair.give(replace(batch, padded=True))
+
+
+@any_mode
+def test_an_idle_step(mode):
+    """Replays the smallest bucket, for a process that must take part in the step of others."""
+    pair = Pair(mode)
+    pair.agree("ab", [6, 3])
+    pair.agree("ab")
+    pair.agree("")
+    pair.agree("ab")
+    replays = {str(row.bucket): row.replays for row in pair.step.report().rows}
+    assert replays["decode x1"] == 1 and not pair.step.report().eager_calls

@@ -63,7 +63,16 @@ LINEAR = define(
         reference,
         flops="2 * T * In * Out",
         about="linear layer with its norm, gated activation and residual",
-        typical=({**typical.BF16, **typical.STEP, "in_features": 4096, "out_features": 6144},),
+        typical=(
+            {**typical.BF16, **typical.STEP, "in_features": 4096, "out_features": 6144},
+            {
+                **typical.BF16,
+                **typical.NEW,
+                "in_features": 4096,
+                "out_features": 6144,
+                "asks": frozenset(("norm_weight", "norm_eps")),
+            },
+        ),
     )
 )
 

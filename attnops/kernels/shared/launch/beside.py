@@ -25,7 +25,9 @@ from attnops.kernels.shared.memory import address
 
 log = logging.getLogger("attnops.kernels")
 
-MOST_THREADS = 4
+MOST_THREADS = max(4, min(8, (os.cpu_count() or 1) // 2))
+"""Most of a compilation is LLVM's and the assembler's, which leave the interpreter to others."""
+
 ALIGNED = 16
 """Triton compiles a kernel for addresses, in bytes, and for whole numbers that are multiples of it,
 and another for others."""
