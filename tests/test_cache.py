@@ -590,5 +590,7 @@ def test_an_idle_step_over_latents():
         dtype=torch.float32,
         device="cpu",
     )
-    batch = cache.batch([])
-    assert batch.page_table.shape[0] == 0 and batch.cu_seqlens_q.tolist() == [0]
+    for more in ({}, {"share": True}, {"prefix_tokens": 4, "share": True}):
+        batch = cache.batch([], **more)
+        assert batch.page_table.shape[0] == 0 and batch.cu_seqlens_q.tolist() == [0]
+        assert batch.prefix == () and batch.shared is None and batch.plan is None

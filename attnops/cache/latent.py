@@ -165,7 +165,7 @@ class LatentCache(Pages):
                 )
             # The new tokens do not touch whole pages.
             whole = [entry.pages[0][: entry.length // self.page_size] for entry in entries]
-            if share and (pages := common_pages(whole)):
+            if share and whole and (pages := common_pages(whole)):
                 batch = replace(batch, shared=shared_prefix(batch, pages, self.page_size))
             if batch.prefix is not None or batch.shared is not None:
                 return batch
