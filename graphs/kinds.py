@@ -141,7 +141,7 @@ def _refused(call: nn.Module) -> Iterator[None]:
 
 
 class PerKind(PerLayer):
-    """As `PerLayer`, of recorded layers. Where they cannot be recorded, the model runs as it is."""
+    """Runs recorded layers. A model whose layers cannot be recorded runs as it is."""
 
     def __init__(self, kinds: Kinds, layered: Callable[..., Any]) -> None:
         super().__init__(kinds, layered, AsItRuns())
@@ -156,7 +156,7 @@ class PerKind(PerLayer):
         does not run the code of its layers."""
         super().prepare(options, bucket, values)
         if self._watched or self.regions.refusal:
-            return  # a capture of the model as it is watches it itself
+            return  # a capture that runs the model's own code is watched
         with options.watch():
             self.whole.run(options, bucket, values)
         self._watched = True

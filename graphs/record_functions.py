@@ -2,7 +2,7 @@
 backend, without Dynamo.
 
 The module's Python code runs once, on fake tensors of the sizes at hand. So the graph holds for
-these sizes, and for modules and arguments of which all is equal that code may read (see `form`).
+these sizes, and for modules and arguments of the same form (`Form`), which code cannot tell apart.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs an op that has no result on fake tensors. Here it is a reason to record nothing,
-    which is told elsewhere."""
+    """Keep torch's log of an op without a result on fake tensors quiet: here it is a reason to
+    record nothing, which `NotRecorded` tells."""
     log, here = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
 
     def of_others(line: logging.LogRecord) -> bool:

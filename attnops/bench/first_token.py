@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnops.bench import Point, Setup, generate, models, peers, ways
-from attnops.bench.rows import Case, Row, Rows, with_ratios
+from attnops.bench.rows import WRONG, Case, Row, Rows, with_ratios
 from attnops.tune.clock import seconds, spread
 
 SUITE = "first_token"
@@ -34,15 +34,44 @@ def cases(setup: Setup) -> dict[str, Case]:
     Raises InvalidInput for a way that this device does not have.
     """
     ways.check(setup, SUITE)
-    others = peers.cases(setup, SUITE, 1, generate.ROUNDS)
-    steady = models.over(setup, SUITE, partial(generate.measure, suite=SUITE, one=1))
-    found: dict[str, Case] = {}
-    for name, points in models.points_of(setup, SUITE).items():
+    places = models.points_of(setup, SUITE)
+    # One model is in memory at a time: all cases of a model follow each other.
+    kept = models.keeper(setup, models.largest(p for points in places.values() for p in points))
+    found = peers.cases(setup, SUITE, 1, generate.ROUNDS)
+    for name, points in places.items():
+        for point in points:
+            found[f"{name} {point}"] = partial(
+                generate.measure, setup, kept, name, point, suite=SUITE, alone=True
+            )
         most = max(point.context for point in points)
-        kept = models.keeper(setup, Point(1, most))
         case = f"{name} {LENGTHS[setup.size]} lengths up to {most}"
         found[case] = partial(measure, setup, kept, name, most, case)
-    return others | steady | found
+    return found
+
+
+class Calls:
+    """The calls of one way so far: their times, how many prompts a graph ran, and what was wrong
+    with one of them."""
+
+    def __init__(self, call: Callable[..., Any], handle: Any) -> None:
+        self._call, self._handle = call, handle
+        self.us: list[float] = []
+        self.captured, self.wrong = 0, ""
+
+    def add(self, prompt: Tensor) -> Tensor:
+        """Make one, and return the logits of its new token."""
+        took, logits = timed(self._call, prompt)
+        self.us.append(took)
+        if self._handle is not None:
+            self.captured += self._handle.took.prompt == "captured"
+        return logits
+
+    def figures(self) -> Row:
+        """Those of a row."""
+        if self.wrong:
+            return {"wrong": WRONG + self.wrong}
+        worst = round(max(self.us), 2)
+        return {**spread(self.us), "worst_us": worst, "captured": self.captured}
 
 
 @torch.no_grad()
@@ -50,32 +79,22 @@ def measure(setup: Setup, kept: models.Kept, name: str, most: int, case: str) ->
     """The ways at prompts of random lengths up to `most`, in turns. A way whose logits are further
     from those of transformers than twice its budget has no time."""
     model, some = kept(name), random.Random(0)
-    lengths = [some.randint(2, most) for _ in range(LENGTHS[setup.size])]
-    chosen = {"hf": None, **ways.chosen(setup, SUITE)}
-    runs = {way: generate.prepared(setup, model, way, Point(1, most), 1) for way in chosen}
-    us: dict[str, list[float]] = {way: [] for way in chosen}
-    rows: dict[str, Row] = {way: {"case": case, "way": way} for way in chosen}
-    captured = dict.fromkeys(chosen, 0)
+    names = dict.fromkeys(("hf", *ways.chosen(setup, SUITE)))
+    calls = {way: Calls(*generate.prepared(setup, model, way, Point(1, most), 1)) for way in names}
     allowed = 0.0
-    for length in lengths:
+    for length in (some.randint(2, most) for _ in range(LENGTHS[setup.size])):
         prompt = models.tokens(setup, model, 1, length, seed=length)
-        want: Tensor | None = None
-        for way, (call, handle) in runs.items():
-            took, logits = timed(call, prompt)
-            us[way].append(took)
-            captured[way] += handle is not None and handle.took.prompt == "captured"
-            if want is None:
-                want = logits
-                allowed = allowed or twice_the_budget(model, prompt, logits)
-            elif (error := models.distance(model, want)(logits, want)) > allowed:
-                rows[way].setdefault(
-                    "wrong", f"wrong: off by {error:.3g}, allowed {allowed:.3g}, at {length} tokens"
-                )
-    for way, row in rows.items():
-        if "wrong" not in row:
-            row |= {**spread(us[way]), "worst_us": round(max(us[way]), 2)}
-            row |= {"captured": captured[way], "layers": model.config.num_hidden_layers}
-    return with_ratios(list(rows.values()), "hf", "hf_static")
+        logits = {way: each.add(prompt) for way, each in calls.items()}
+        want = logits.pop("hf")
+        off = models.distance(model, want)
+        allowed = allowed or twice_the_budget(model, prompt, want)
+        for way, got in logits.items():
+            if (error := off(got, want)) > allowed:
+                text = f"off by {error:.3g}, allowed {allowed:.3g}, at {length} tokens"
+                calls[way].wrong = calls[way].wrong or text
+    layers = {"layers": model.config.num_hidden_layers}
+    rows = [{"case": case, "way": way, **layers, **calls[way].figures()} for way in names]
+    return with_ratios(rows, "hf", "hf_static")
 
 
 def timed(call: Callable[..., Any], prompt: Tensor) -> tuple[float, Tensor]:

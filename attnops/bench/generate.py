@@ -98,12 +98,17 @@ def warm_calls(setup: Setup) -> int:
 
 @torch.no_grad()
 def measure(
-    setup: Setup, kept: models.Kept, name: str, point: Point, suite: str = "generate", one: int = 0
+    setup: Setup,
+    kept: models.Kept,
+    name: str,
+    point: Point,
+    suite: str = "generate",
+    alone: bool = False,
 ) -> Rows:
-    """The ways of a suite at one prompt, in turns. one: 1 for calls of one token, which have no
-    steps that are compiled later."""
-    model, new = kept(name), one or NEW[setup.size]
-    again = FIRST_TOKEN_WARM if one else warm_calls(setup)
+    """The ways of a suite at one prompt, in turns. alone: calls of one token, which have no steps
+    that are compiled later."""
+    model, new = kept(name), 1 if alone else NEW[setup.size]
+    again = FIRST_TOKEN_WARM if alone else warm_calls(setup)
 
     def way(name: str) -> Way:
         call, handle = prepared(setup, model, name, point, new)
@@ -111,7 +116,7 @@ def measure(
 
         def results() -> tuple[Tensor, Tensor, Tensor]:
             text = call()
-            for _ in range(again if handle is not None and (one or handle.graphs) else 0):
+            for _ in range(again if handle is not None and (alone or handle.graphs) else 0):
                 text = call()
             if handle is not None:
                 plain = {"plain_steps": handle.plain_steps} if handle.graphs else {}

@@ -231,7 +231,7 @@ def not_lowered() -> Iterator[None]:
 
 
 def is_lowered() -> bool:
-    """Does a compiler lower what is traced here, or does the graph run as it is?"""
+    """Will a compiler lower the graph that is traced here?"""
     return _LOWERED.get()
 
 

@@ -47,7 +47,7 @@ class Generation:
     lent: the caches made for it (attnops.hf.page_model).
     why: why its cache is transformers' own, "" where it is not, None before the cache is chosen.
     custom: the caller passed a loop of its own.
-    stepped: had it a step after the prompt?
+    stepped: did the model's forward get a step after the prompt? Only graphs make it look.
     graphs: the mode of graphs that its last step ran in, "" without.
     layers: how compiled layers ran its prompt, "compiled" or "captured"; "" where the model's own
     ran it.

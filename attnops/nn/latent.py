@@ -118,6 +118,9 @@ def renew(kv_b: nn.Module, like: Tensor) -> None:
     make_anew(kv_b, like)
 
 
+_VIEWED = (*PLAIN, FakeTensor)
+
+
 def is_viewed(kv_b: nn.Module) -> bool:
     """Are the absorbed weights views of its weight?"""
     # A parametrisation or a wrapper is another type, a quantised weight another type of tensor, an
@@ -126,7 +129,7 @@ def is_viewed(kv_b: nn.Module) -> bool:
         return False
     weight = kv_b.weight
     own = "forward" in vars(kv_b) or kv_b._forward_hooks or kv_b._forward_pre_hooks
-    return type(weight) in (*PLAIN, FakeTensor) and not weight.is_meta and not own
+    return type(weight) in _VIEWED and not weight.is_meta and not own
 
 
 def attend_absorbed(

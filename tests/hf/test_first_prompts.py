@@ -6,7 +6,7 @@ import torch
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.attention import descriptor, function, over_pages
+from attnops.hf.attention import descriptor, over_pages
 from attnops.hf.cache.names import named
 from tests.hf.helpers import LIMIT, left_padded, paged, positions, relative, replaced, tokens
 
@@ -59,14 +59,16 @@ def test_bounds_are_those_of_padding(calls, monkeypatch, padded, far, name):
 
 
 def test_a_forced_kernel_without_packed_requests_stays(calls, monkeypatch):
-    """`patch(kernel=)` names kernels of each op that has one of that name."""
+    """As `patch(kernel="cudnn")` hands it on: of each op the kernel of that name, if it has one."""
+    real = over_pages.attend_keys
+
+    def without(asked, bounds, dense, paged, varlen):
+        return real(asked, bounds, "sdpa", paged, None)
+
     monkeypatch.setattr(descriptor, "far", lambda device: True)
-    monkeypatch.setattr(function, "own_kernel", lambda op, name: None if "varlen" in op else name)
-    model, ids = tiny.model("llama"), tokens(2, 8)
-    with torch.no_grad(), paged(model, kernel="sdpa") as handle:
-        calls.clear()
-        model(ids, **named(handle.new_cache(2, 12)))
-        assert calls == [("dense", False)] * 2
+    monkeypatch.setattr(over_pages, "attend_keys", without)
+    first(tiny.model("llama"), tokens(2, 8))
+    assert calls == [("dense", False)] * 2
 
 
 def first(model, ids, mask=None, mode=torch.no_grad):

@@ -90,8 +90,8 @@ def build(
         or count_dispatch_modes()
         or (mask.is_cuda and capturing(mask))
     ):
-        found = Range(pattern.causal, pattern.window - 1, fields[0], fields[1], whole)
-        setattr(mask, BUILT, found)
+        built = Range(pattern.causal, pattern.window - 1, fields[0], fields[1], whole)
+        setattr(mask, BUILT, built)
         if not mask.is_inference():  # which has no version
             setattr(mask, _RANGE, None)
     return mask

@@ -29,6 +29,7 @@ from attnops.core.select import active_policy
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.request import Request
+from attnops.hf.cache.model_pages import Past
 from attnops.hf.cache.paged_cache import PagedModelCache, View
 from attnops.hf.generation import running_generation
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
@@ -219,7 +220,7 @@ def attend_keys(
         _wrote(cache, layer)
         return out.view(batch, count, heads, out.shape[2]).to(request.query.dtype)
     # Copied before the step overwrites the pages of the window.
-    behind = None if view.past is None else _with_window(step, view.past[0])
+    behind = None if view.past is None else _with_window(step, view.past)
     write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, view.batch.slots)
     _wrote(cache, layer)
     if view.fresh and (view.packed or _packs(step, dense, varlen)):
@@ -279,22 +280,27 @@ def _packed(step: _Step, kernel: str | None) -> Tensor:
     return out.view(*step.query.shape[:3], out.shape[2])
 
 
-def _with_window(step: _Step, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the window in these slots, and of the new tokens behind them."""
-    k_pages, v_pages = step.view.pages
-    return _behind(k_pages, slots, step.key), _behind(v_pages, slots, step.value)
+_Keys = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Keys and values `[B, T, H, D]`, and `[B]`, the first of a row's that is seen, and the end."""
 
 
-def _alone(step: _Step, behind: tuple[Tensor, Tensor] | None, kernel: str | None) -> Tensor:
+def _with_window(step: _Step, past: Past) -> _Keys:
+    """The window's keys, and the new ones behind them."""
+    (slots, start), (k_pages, v_pages) = past, step.view.pages
+    keys, values = _behind(k_pages, slots, step.key), _behind(v_pages, slots, step.value)
+    return keys, values, start, torch.full_like(start, keys.shape[1])
+
+
+def _own(step: _Step) -> _Keys:
+    """The new keys. A kernel that is given no bounds builds no mask of them."""
+    if _is_whole(step):
+        return step.key, step.value, None, None
+    return step.key, step.value, step.found.start, step.found.end
+
+
+def _alone(step: _Step, behind: _Keys | None, kernel: str | None) -> Tensor:
     """The rows' own tokens attend to each other, and to what they are behind, if it is given."""
-    start: Tensor | None = step.found.start
-    end: Tensor | None = step.found.end
-    keys, values = behind or (step.key, step.value)
-    if behind is not None and step.view.past is not None:
-        start = step.view.past[1]
-        end = torch.full_like(start, keys.shape[1])
-    elif _is_whole(step):
-        start = end = None  # a kernel that is given no bounds builds no mask of them
+    keys, values, start, end = behind or _own(step)
     out: Tensor = dense_attention(
         step.query,
         keys,

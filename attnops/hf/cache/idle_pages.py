@@ -18,9 +18,9 @@ MOST_IDLE = 2
 """Sets of pages that are kept for later caches, if they fit in `most_idle_bytes`."""
 
 FEW = 2048
-"""Tokens of a row that new pages have room for, if these take no more of a GPU than one part
-of `SMALL`: pages of another size have other graphs."""
+"""Tokens of a row that new pages have room for, because pages of another size have other graphs."""
 SMALL = 256
+"""Such pages take at most one part in so many of a GPU's memory."""
 
 # Pages that fit two calls of generate() may be so many times those of the larger call.
 MOST_FOR_BOTH = 2

@@ -12,8 +12,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from attnops.cache.paged import ordinary
 from attnops.core.errors import NotCapturable, one_line
 from attnops.graphs import Graphed
+from attnops.graphs.buckets import Kind as BucketKind
 from attnops.graphs.capturing import chain_of
 from attnops.hf.cache.idle_pages import gpu_bytes
 from attnops.hf.cache.model_pages import ModelPages
@@ -47,7 +49,7 @@ Value = TypeVar("Value")
 class Over:
     """Graphs over one set of pages.
 
-    cache: a cache of ours over the pages. mode: of the steps; "prompt": of chunks.
+    cache: a cache of ours over the pages. mode: of the steps; of chunks see `of_prompts`.
     live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran,
     by bucket.
     counted: buckets that `grew` has seen.
@@ -65,14 +67,14 @@ class Over:
         before, self.counted = self.counted, self.graphed.captured
         return self.counted != before
 
-    def captured(self, rows: int) -> bool:
-        """Is there a graph for so many rows?"""
-        wanted: Any = self.graphed.buckets.find("decode", rows, rows)
-        return wanted in [row.bucket for row in self.graphed.report().rows]
+    @property
+    def recorded(self) -> bool:
+        """Does it hold recorded layers of prompts?"""
+        return self.mode == of_prompts(True)
 
-    def has_chunk(self, tokens: int) -> bool:
-        """Is there a graph for a chunk of so many tokens?"""
-        wanted: Any = self.graphed.buckets.find("mixed", tokens, 1)
+    def captured(self, kind: BucketKind, tokens: int, requests: int) -> bool:
+        """Is there a graph for this kind of batch and so many tokens and requests?"""
+        wanted = self.graphed.buckets.find(kind, tokens, requests)
         return wanted in [row.bucket for row in self.graphed.report().rows]
 
     def chunks(self, tokens: int) -> int:
@@ -80,6 +82,13 @@ class Over:
         bucket = self.graphed.buckets.find("mixed", tokens, 1)
         self.seen[bucket] += 1
         return self.seen[bucket]
+
+
+def over_steps(cache: PagedModelCache, graphed: Graphed, mode: str) -> Over:
+    """Graphs of decode steps."""
+    with ordinary():
+        live = torch.ones(cache.max_batch, dtype=torch.int64, device=cache.state.pages.seen.device)
+    return Over(cache, graphed, mode, live)
 
 
 class Kept(NamedTuple):

@@ -16,10 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from attnops.cache.paged import ordinary
 from attnops.core.errors import InvalidInput, NotCapturable, SideEffect, fail, one_line
 from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
@@ -49,6 +47,7 @@ from attnops.hf.steps.captures import (
     Over,
     cannot_compile,
     of_prompts,
+    over_steps,
     remember,
 )
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
@@ -268,7 +267,7 @@ class Decoder:
                 raise
             except Exception as error:
                 over = self._kept.over.get((cache.state.pages, mode))
-                if over is not None and over.captured(rows):
+                if over is not None and over.captured("decode", rows, rows):
                     raise  # of a replay, not of a capture
                 if self._noted(error, self._kind(rows, mode), cache.state):
                     return None
@@ -329,7 +328,7 @@ class Decoder:
                 return None
 
     def _why_state(self, state: State, tokens: int, recorded: bool) -> str:
-        """Why the model as it is now runs a prompt by its own layers; "" where it does not."""
+        """The reason in the model's present state to run its own layers; "" without one."""
         self.look = True  # the model may have changed since the last prompt
         try:
             self._look(state)
@@ -338,9 +337,9 @@ class Decoder:
                 raise
             return one_line(error)
         self.prompts.graphs = f"graphs of {self._state}" if recorded else "graphs"
-        if self.aside:
-            return self.aside
-        return self.prompts.uncaptured if recorded else self._too_few(tokens)
+        if recorded:
+            return self.aside or self.prompts.uncaptured
+        return self.aside or self._too_few(tokens)
 
     def _why_own_layers(self, given: dict[str, Any], recorded: bool) -> Iterator[str]:
         """Each reason, but for those of the model's state, why its own layers run this prompt."""
@@ -354,6 +353,10 @@ class Decoder:
         broken = cannot_compile(self.failures, self._state)
         if self.how.mode == "breakable" or broken or not (self.regions or self._at_once):
             yield "steps are not compiled"
+
+    def _kinds(self) -> Kinds:
+        """Recorded layers of the present state."""
+        return Kinds(passes_of(self.how, self.products), self._recorded)
 
     def _too_few(self, tokens: int) -> str:
         """Count the tokens of a prompt. Why it gets no compiled layers, where too few came before
@@ -373,9 +376,8 @@ class Decoder:
             before.graphed.free()
         if key not in made:
             cache, options = self._make(state.pages), options_of(self._model, self.how)
-            passes = passes_of(self.how, self.products)
-            kinds = Kinds(passes, self._recorded) if recorded else None
-            made[key] = Over(cache, self.prompts.graphed(cache, options, kinds))
+            kinds = self._kinds() if recorded else None
+            made[key] = Over(cache, self.prompts.graphed(cache, options, kinds), key[1])
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
@@ -492,11 +494,7 @@ class Decoder:
             if mode == "piecewise":
                 regions = self.regions = self.regions or Regions(self.how.inner, passes)
             elif self.how.mode == "auto" and not deterministic(active_policy()):
-                regions = Kinds(passes, self._recorded)
+                regions = self._kinds()
             graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions)
-            with ordinary():
-                live = torch.ones(
-                    cache.max_batch, dtype=torch.int64, device=state.pages.seen.device
-                )
-            over = made[state.pages, mode] = Over(cache, graphed, mode, live)
+            over = made[state.pages, mode] = over_steps(cache, graphed, mode)
         return over

@@ -18,22 +18,18 @@ class Decode:
     `attnops.graphs.piecewise`.
 
     mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which
-    compiles on a GPU. "auto": without a GPU
-        as "hf"; else "breakable" with recorded layers (docs/hf_paged.md) for the first
-        `compile_after` steps of a kind, which need no
-        compiler, and then "piecewise". Steps of
-        one kind share compiled code: those of one row, and of more, with one policy and one
-            adapter. Where graphs cannot be made, steps run
-        without them, and `Patched.took` has the reason.
+        compiles on a GPU. "auto": without a GPU as "hf". On a GPU the first `compile_after` steps
+        of a kind need no compiler: they are "breakable", with recorded layers (docs/hf_paged.md),
+        as short prompts are. Then they are "piecewise". Steps of one kind share compiled code:
+        those of one row, and of more, with one policy and one adapter. Where graphs cannot be
+        made, steps run without them, and `Patched.took` has the reason.
     compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same
-    tokens. Mode "piecewise"
-        compiles the layers of prompts after 64 times as many tokens of prompts; else `capture()`
-        does. Under a deterministic
-        policy neither happens by itself: steps of mode "auto" stay "breakable", and prompts run the
-            model's own layers.
-    pack: of piecewise steps, pack the weights of linears that share an input, so that they are one
-    matrix product, and call one kernel for
-        a linear with its norm, activation and residual where it is faster (docs/linear.md).
+        tokens. Mode "piecewise" compiles the layers of prompts after 64 times as many tokens of
+        prompts; else `capture()` does. Under a deterministic policy neither happens by itself:
+        steps of mode "auto" stay "breakable", and prompts run the model's own layers.
+    pack: of recorded and piecewise layers, pack the weights of linears that share an input, so that
+        they are one matrix product, and call one kernel for a linear with its norm, activation and
+        residual where it is faster (docs/linear.md).
     budget_bytes: the most memory of the graphs of steps and prompts. attnops frees for it those of
         the states of the model (adapters, policies, replaced weights) that were used least lately.
         Those of the state in use stay, and may take as much for each set of pages, see

@@ -208,7 +208,7 @@ class Prompts:
         over = self._graphs_of(parts, graphs, recorded)
         if self.why:
             return None
-        logits = self._tried(parts, over, _unpadded(ids, positions, counts), cache, recorded)
+        logits = self._tried(parts, over, _unpadded(ids, positions, counts), cache)
         if logits is None:
             return None
         state.pages.advance(start, columns)
@@ -261,12 +261,11 @@ class Prompts:
         over: list[Over | None],
         tokens: Tensor,
         cache: PagedModelCache,
-        recorded: bool,
     ) -> list[Tensor] | None:
         """As `_parts`; None, with the reason in `why`, where layers could not be compiled, or
         recorded ones not captured."""
         try:
-            return self._parts(parts, over, tokens, cache, recorded)
+            return self._parts(parts, over, tokens, cache)
         except SideEffect:
             raise
         except _NotCaptured as error:
@@ -285,7 +284,6 @@ class Prompts:
         over: list[Over | None],
         tokens: Tensor,
         cache: PagedModelCache,
-        recorded: bool,
     ) -> list[Tensor]:
         """The logits of each chunk. tokens: see `_unpadded`."""
         self._failed = self._replayed = False
@@ -302,7 +300,6 @@ class Prompts:
                     sent[4 * i : 4 * i + 4],
                     tokens[:, part.begin : part.end],
                     cache,
-                    recorded,
                 )
                 for i, (part, graphs) in enumerate(zip(parts, over, strict=True))
             ]
@@ -314,7 +311,6 @@ class Prompts:
         sent: Sequence[Tensor],
         chunk: Tensor,
         cache: PagedModelCache,
-        recorded: bool,
     ) -> Tensor:
         """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or
         None.
@@ -324,7 +320,6 @@ class Prompts:
         """
         (tokens, positions), (counts, before, ends, last) = chunk, sent
         if over is not None and not self.uncaptured and not self._failed:
-            captured = over.has_chunk(part.size)
             try:
                 logits: Tensor = over.graphed(
                     tokens=tokens, positions=positions, counts=counts, cache=over.cache
@@ -332,13 +327,14 @@ class Prompts:
             except (SideEffect, _NotCaptured):
                 raise
             except Exception as error:
-                # An error of the first run of recorded layers may be one of theirs alone.
+                # An error before there is a graph may be one of recorded layers alone.
+                first = over.recorded and not over.captured("mixed", part.size, 1)
                 known = isinstance(error, (NotCapturable, NotRegional)) or passing(error)
-                if not (known or (recorded and not captured)):
+                if not (known or first):
                     raise
                 self._failed = True
                 self.failures.note(self.graphs, error)
-                if recorded:
+                if over.recorded:
                     raise _NotCaptured(one_line(error)) from error
             else:
                 self.failures.done(self.graphs)

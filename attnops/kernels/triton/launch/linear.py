@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 ALIGNED = 16
 """Bytes. The tensor memory accelerator takes addresses and strides that are multiples of it."""
+GATED = 1024
+"""Results of a program of `gate_rows`."""
+WIDE = 2048
+"""Columns from which a norm takes eight warps."""
 
 
 def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
@@ -104,12 +108,6 @@ def _descriptor(weight: Tensor, rows: int, columns: int) -> Any:
     if address(weight) % ALIGNED or row % ALIGNED or row <= 0:
         return weight
     return TensorDescriptor(weight, [*weight.shape], [*weight.stride()], [rows, columns])
-
-
-GATED = 1024
-"""Results of a program of `gate_rows`."""
-WIDE = 2048
-"""Columns from which a norm takes eight warps."""
 
 
 def around_product(call: Linear) -> None:
