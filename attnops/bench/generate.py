@@ -121,7 +121,9 @@ def measure(
             if handle is not None:
                 plain = {"plain_steps": handle.plain_steps} if handle.graphs else {}
                 took = handle.took
-                more.update(cache=took.cache, decode=took.decode, prompt=took.prompt, **plain)
+                more.update(cache=took.cache, decode=took.decode, **plain)
+                if took.prompt:
+                    more["prompt"] = took.prompt
             found = call(output_logits=True, return_dict_in_generate=True)
             return text, found.sequences, torch.stack(found.logits, 1)
 
