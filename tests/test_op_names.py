@@ -21,6 +21,7 @@ NAMED = {
     "attnops.cli.demo",
     "attnops.configs",
     "attnops.lowering.fuse_norm_linear_pass",
+    "attnops.lowering.fuse_rotated_write_pass",
     "attnops.lowering.fuse_rotation_pass",
     "attnops.lowering.linear_parts",
 }
@@ -45,11 +46,12 @@ OTHER_WORDS = {
 NAMED_ARGUMENTS = {
     "attnops.core.tensors",
     "attnops.lowering.fuse_norm_linear_pass",
-    "attnops.lowering.fuse_rotation_pass",
+    "attnops.lowering.fuse_rotated_write_pass",
     "attnops.lowering.graph_tools",
     "attnops.lowering.linear_parts",
     "attnops.lowering.merge_linears_pass",
     "attnops.lowering.patterns",
+    "attnops.lowering.rotations",
 }
 
 

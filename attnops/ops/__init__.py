@@ -38,6 +38,7 @@ from attnops.ops.pages.record import (
     paged_attention as paged_attention,
     write_kv as write_kv,
 )
+from attnops.ops.pages.rotate import rotate_and_write_kv as rotate_and_write_kv
 from attnops.ops.sparse.record import (
     sparse_mla_attention as sparse_mla_attention,
     write_latent_packed as write_latent_packed,

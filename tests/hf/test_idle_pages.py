@@ -24,12 +24,13 @@ def length_of(rows, length, memory, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "length", "tokens", "want"),
     [
-        (1, 100, 5000, 2048),  # room for more than 2,048 tokens
-        (1, 100, 1000, 1000),  # as many as there is room for, in steps of 8
-        (2, 100, 1000, 496),
+        (1, 100, 5000, 4608),  # room for more than 4,608 tokens
+        (1, 100, 1000, 768),  # as many as there is room for, in steps of 256
+        (2, 100, 1000, 256),
         (8, 100, 100, 104),  # no room: as without a GPU
-        (1, 3000, 5000, 3072),
-        (1, 2047, 5000, 2048),
+        (1, 3000, 4500, 4352),  # as many as of a shorter prompt
+        (1, 3000, 3000, 3072),
+        (1, 2047, 5000, 4608),
     ],
 )
 def test_new_pages_have_room_for_some_tokens(rows, length, tokens, want, monkeypatch):

@@ -1,6 +1,8 @@
-"""`fuse_rotation_pass`: norms and rotations that feed `decode_attention`, found in models and in
-code that only resembles them."""
+"""`fuse_rotation_pass` and `fuse_rotated_write_pass`: norms and rotations that feed
+`decode_attention`, or attention of a prompt and its pages, found in models and in code that only
+resembles them."""
 
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -15,8 +17,14 @@ from attnops.hf.attention import over_pages as paged
 from attnops.hf.cache.model_pages import ModelPages, Sizes
 from attnops.hf.steps import graphed_steps as steps
 from attnops.kernels.shared.memory import COUNTERS
-from attnops.lowering import fuse_rotation_pass
-from attnops.ops import decode_attention, latent_layers, paged_layers
+from attnops.lowering import fuse_rotated_write_pass, fuse_rotation_pass
+from attnops.ops import (
+    decode_attention,
+    latent_layers,
+    paged_layers,
+    varlen_attention,
+    write_kv,
+)
 from tests.hf.decoding import generated, how
 from tests.lowering.models import Passing
 from tests.lowering.test_fuse_norm_linear_pass import gemma, gpt_oss, llama, torchs
@@ -123,6 +131,8 @@ class Step:
     """A layer's step. turn: of query or key, given angles. between: runs before the attention. use:
     adds to the output."""
 
+    rows = (B, 1)
+
     def __init__(
         self,
         turn_q=turned,
@@ -139,28 +149,57 @@ class Step:
 
     def __call__(self, qkv, cos, sin, q_norm, k_norm, k_pages, v_pages, table, lengths, slots):
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        q, k, v = (x.view(B, 1, -1, D) for x in qkv.split([HQ * D, HKV * D, HKV * D], -1))
+        q, k, v = (x.view(*self.rows, -1, D) for x in qkv.split([HQ * D, HKV * D, HKV * D], -1))
         q = self.norm(Gain(q_norm), q).transpose(1, 2)
         k = self.norm(Gain(k_norm), k).transpose(1, 2)
         query, key = self.turn_q(q, cos, sin), self.turn_k(k, cos, sin)
         self.between(qkv, k_pages)
-        rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key[None][0], v.transpose(1, 2))]
-        out = decode_attention(
-            *rows, k_pages, v_pages, table, lengths, slots, holes=False, kernel="reference"
-        )
+        given = query, key[None][0], v.transpose(1, 2)
+        out = self.attend(given, k_pages, v_pages, table, lengths, slots)
         return out + self.use(query, q, cos)
 
+    def attend(self, given, k_pages, v_pages, table, lengths, slots):
+        rows = tokens(*given)
+        return decode_attention(
+            *rows, k_pages, v_pages, table, lengths, slots, holes=False, kernel="reference"
+        )
 
-def inputs(dtype=torch.float32, seed=0):
+
+class Prompt(Step):
+    """A layer's prompt of one request, whose keys attention and the pages take."""
+
+    rows, scales = (1, B), MappingProxyType({})
+
+    def attend(self, given, k_pages, v_pages, starts, lengths, slots):
+        write_kv(*tokens(*given[1:]), k_pages, v_pages, slots, **self.scales)
+        return varlen_attention(
+            *tokens(*given),
+            starts,
+            starts,
+            max_seqlen_q=B,
+            max_seqlen_k=B,
+            causal=True,
+            padded=False,
+            kernel="reference",
+        )
+
+
+def tokens(*given):
+    return [x.transpose(1, 2).flatten(0, 1) for x in given]
+
+
+def inputs(dtype=torch.float32, seed=0, step=Step):
     torch.manual_seed(seed)
-    qkv = torch.randn(B, 1, (HQ + 2 * HKV) * D, dtype=dtype)
-    turn = torch.randn(B, 1, D, dtype=dtype)
+    qkv = torch.randn(*step.rows, (HQ + 2 * HKV) * D, dtype=dtype)
+    turn = torch.randn(*step.rows, D, dtype=dtype)
     table = torch.arange(2 * B, dtype=torch.int32).view(B, 2)
     lengths = torch.tensor([3, 8, 5], dtype=torch.int32)
     slots = (
         table.gather(1, ((lengths - 1) // 4)[:, None].long())[:, 0].long() * 4 + (lengths - 1) % 4
     )
     pages = [torch.randn(2 * B, 4, HKV, D, dtype=dtype) for _ in range(2)]
+    if step is Prompt:
+        table = torch.tensor([0, B], dtype=torch.int32)
     return (
         qkv,
         turn.cos(),
@@ -190,34 +229,38 @@ def narrow(m, x):
 
 
 STEPS = {
-    "plain": (Step(), "rotation"),
-    "swapped": (Step(swapped, swapped), "rotation"),
-    "norms": (Step(norm=llama), "norms and rotation"),
-    "norms in Inductor": (Step(norm=llama), "norms and rotation"),
-    "by parts, of other angles": (Step(by_parts, by_parts), OTHER_ANGLES),
-    "other eps": (Step(norm=other_eps), "rotation"),
-    "norms in bfloat16": (Step(norm=narrow), "rotation"),
-    "the other way": (Step(backwards, backwards), NOT),
-    "of another tensor": (Step(of_another_tensor, of_another_tensor), NOT),
-    "query alone": (Step(turn_k=lambda x, cos, sin: x), NOT),
-    "other angles": (Step(turn_k=lambda x, cos, sin: turned(x, sin, cos)), OTHER_ANGLES),
-    "one row of angles": (Step(lambda x, cos, sin: turned(x, cos[:1], sin)), OTHER_ANGLES),
-    "used twice": (Step(use=lambda query, q, cos: query.sum()), "not fused, .., too"),
+    "plain": ({}, "rotation"),
+    "swapped": ({"turn_q": swapped, "turn_k": swapped}, "rotation"),
+    "norms": ({"norm": llama}, "norms and rotation"),
+    "norms in Inductor": ({"norm": llama}, "norms and rotation"),
+    "by parts, of other angles": ({"turn_q": by_parts, "turn_k": by_parts}, OTHER_ANGLES),
+    "other eps": ({"norm": other_eps}, "rotation"),
+    "norms in bfloat16": ({"norm": narrow}, "rotation"),
+    "the other way": ({"turn_q": backwards, "turn_k": backwards}, NOT),
+    "of another tensor": ({"turn_q": of_another_tensor, "turn_k": of_another_tensor}, NOT),
+    "query alone": ({"turn_k": lambda x, cos, sin: x}, NOT),
+    "other angles": ({"turn_k": lambda x, cos, sin: turned(x, sin, cos)}, OTHER_ANGLES),
+    "one row of angles": ({"turn_q": lambda x, cos, sin: turned(x, cos[:1], sin)}, OTHER_ANGLES),
+    "used twice": ({"use": lambda query, q, cos: query.sum()}, "not fused, .., too"),
     "written in between": (
-        Step(between=lambda qkv, k_pages: qkv.mul_(2)),
+        {"between": lambda qkv, k_pages: qkv.mul_(2)},
         "not fused, .. writes one of its inputs in between",
     ),
-    "others written in between": (Step(between=lambda qkv, k_pages: k_pages.mul_(2)), "rotation"),
-    "its input used": (Step(use=lambda query, q, cos: q.sum() + cos.sum()), "rotation"),
+    "others written in between": ({"between": lambda qkv, k_pages: k_pages.mul_(2)}, "rotation"),
+    "its input used": ({"use": lambda query, q, cos: q.sum() + cos.sum()}, "rotation"),
 }
 
 
+FUSES = {Step: fuse_rotation_pass, Prompt: fuse_rotated_write_pass}
+
+
+@pytest.mark.parametrize("kind", FUSES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", STEPS)
-def test_found(name):
+def test_found(name, kind):
     """What is found, and the numbers of the code as it is written."""
-    (step, want), dtype = STEPS[name], torch.bfloat16 if "bfloat16" in name else torch.float32
-    told = Passing(fuse_rotation_pass)
-    mine, plain = inputs(dtype), inputs(dtype)
+    (parts, want), dtype = STEPS[name], torch.bfloat16 if "bfloat16" in name else torch.float32
+    told, step = Passing(FUSES[kind]), kind(**parts)
+    mine, plain = (inputs(dtype, step=kind) for _ in range(2))
 
     def backend(gm, given):
         run = told(gm, given)
@@ -232,25 +275,53 @@ def test_found(name):
     assert found == want if not end else found.startswith(head) and found.endswith(end)
 
 
+@pytest.mark.parametrize("kind", FUSES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("norm", [llama, gpt_oss, gemma, torchs], ids=lambda f: f.__name__)
-def test_it_is_no_less_exact_than_the_models_own_code(norm):
+def test_it_is_no_less_exact_than_the_models_own_code(norm, kind):
     """The op rounds once, where the model rounds after a norm, a product or a rotation: errors of
     the output and of the new keys."""
-    told, errors, step = Passing(fuse_rotation_pass), {"own": 0.0, "fused": 0.0}, Step(norm=norm)
+    told, errors, step = Passing(FUSES[kind]), {"own": 0.0, "fused": 0.0}, kind(norm=norm)
     for seed in range(6):
-        exact = [x.double() if x.is_floating_point() else x for x in inputs(torch.bfloat16, seed)]
+        given = inputs(torch.bfloat16, seed, kind)
+        exact = [x.double() if x.is_floating_point() else x for x in given]
         want = step(*exact)
         for name, call in {
             "own": step,
             "fused": torch.compile(step, fullgraph=True, backend=told),
         }.items():
-            given = inputs(torch.bfloat16, seed)
+            given = inputs(torch.bfloat16, seed, kind)
             errors[name] += sum(
                 float((x.double() - y).square().sum())
                 for x, y in ((call(*given), want), (given[5], exact[5]))
             )
     assert said(told) == {"norms and rotation"}
     assert errors["fused"] <= errors["own"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "quantised", "want"),
+    [
+        (
+            {"kernel": {"write_kv": "reference"}},
+            False,
+            {"not fused, a kernel of write_kv is forced"},
+        ),
+        ({"kernel": {"varlen_attention": "reference"}}, False, {"rotation"}),
+        ({}, True, set()),
+    ],
+)
+def test_writes_of_a_prompt_that_stay(policy, quantised, want):
+    """The caller named their kernel, or they round to other numbers than attention takes."""
+    told, step = Passing(fuse_rotated_write_pass), Prompt()
+    mine, plain = (list(inputs(step=Prompt)) for _ in range(2))
+    if quantised:
+        step.scales = {name: torch.ones(1) for name in ("k_scale", "v_scale")}
+        for given in (mine, plain):
+            given[5:7] = [torch.zeros_like(x, dtype=torch.int8) for x in given[5:7]]
+    with attnops.use(**policy):
+        got = torch.compile(step, fullgraph=True, backend=told)(*mine)
+    torch.testing.assert_close((got, mine[5]), (step(*plain), plain[5]))
+    assert said(told) == want
 
 
 # Where the op is taken ----------------------------------------------------------------------------

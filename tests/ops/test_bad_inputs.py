@@ -214,6 +214,7 @@ ATTENTION = "Hkv D Dv"
 LATENTS_LEAST = "page Dc Dr"
 LEAST = {
     "decode_attention": "page Hkv D",
+    "rotate_and_write_kv": "page Hkv D Dv",
     "attention": ATTENTION,
     "attention_backward": ATTENTION,
     "experts": "E In Inner Out K",

@@ -9,6 +9,7 @@ import torch
 
 from attnops.ops.case_data import BF16, E4M3, E5M2, F32, INT8
 from attnops.ops.latent.cases import DEEPSEEK
+from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import Call, Features, Source, make_call
 from tests.triton.compiling import built, launched
 from tests.triton.process import compiled
@@ -22,6 +23,12 @@ def write(f, tokens=4096, page=16):
 
 def stored(dtype, tokens=4096):
     return write(Features(dtype=BF16, head_dim=128, kv_heads=8, kv_dtype=dtype), tokens)
+
+
+def rotated(f):
+    return lambda: make_call(
+        "rotate_and_write_kv", Source(), range(1024), 64, 16, Angles(norms=True), f
+    )
 
 
 def copy(entries, f=LLAMA, latents=False):
@@ -52,6 +59,8 @@ CALLS = {
     "write_kv_float8": (stored(E4M3), (128, 64)),
     "write_kv_float8_e5m2": (stored(E5M2), (128, 64)),
     "write_kv_int8": (stored(INT8), (128, 64)),
+    "rotate_and_write_kv": (rotated(LLAMA), (128, 128)),
+    "rotate_and_write_kv_256": (rotated(replace(LLAMA, head_dim=256)), (128, 128)),
     "write_latent": (
         lambda: make_call("write_latent", Source(), range(4096), 64, 64, DEEPSEEK),
         (128, 128),
@@ -100,7 +109,7 @@ ON = [(90, name) for name in CALLS] + ELSEWHERE
 @compiled
 def test_accesses_are_wide(arch, name):
     make, (load, store) = CALLS[name]
-    for kernel, given in launched(make(), arch, "data"):
+    for kernel, given in launched(make(), arch, "rotate" if "rotate" in name else "data"):
         ptx = built(arch, kernel, given, BF16).asm["ptx"]
         assert width(ptx, "ld") >= load and width(ptx, "st") >= store, (
             name,

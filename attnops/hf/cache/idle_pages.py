@@ -17,8 +17,9 @@ from attnops.hf.cache.paged_cache import PagedModelCache, Returned, State
 MOST_IDLE = 2
 """Sets of pages that are kept for later caches, if they fit in `most_idle_bytes`."""
 
-FEW = 2048
-"""Tokens of a row that new pages have room for, because pages of another size have other graphs."""
+FEW, STEP = 4608, 256
+"""Tokens of a row that new pages have room for, in steps where a GPU has less memory: pages of
+another size have other graphs. So many hold a prompt of one chunk, and an answer."""
 SMALL = 256
 """Such pages take at most one part in so many of a GPU's memory."""
 
@@ -183,7 +184,7 @@ def _rounded(sizes: Sizes) -> Sizes:
     memory = gpu_bytes(sizes.device)
     if isfinite(memory):
         room = int(memory / SMALL) // (sizes.rows * sum(map(_token_bytes, sizes.layers)))
-        length = max(length, min(FEW, room // step * step))
+        length = max(length, min(FEW, room // STEP * STEP))
     return sizes._replace(length=length)
 
 

@@ -23,7 +23,13 @@ from attnops.hf.steps.compiled_layers import layered
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.reasons import HOOKED, drawing, hooks_of_the_caller
-from attnops.lowering import Product, fuse_norm_linear_pass, fuse_rotation_pass, merge_linears_pass
+from attnops.lowering import (
+    Product,
+    fuse_norm_linear_pass,
+    fuse_rotated_write_pass,
+    fuse_rotation_pass,
+    merge_linears_pass,
+)
 
 Passes = tuple[Callable[[Any], Any], ...]
 
@@ -31,12 +37,12 @@ Passes = tuple[Callable[[Any], Any], ...]
 def passes_of(how: Decode, products: dict[Product, None]) -> Passes:
     """The passes over the graph of a compiled step. products: takes the linears that they find."""
     if not how.pack:
-        return (fuse_rotation_pass,)
+        return fuse_rotation_pass, fuse_rotated_write_pass
 
     def fuse(gm: Any) -> None:
         products.update(dict.fromkeys(fuse_norm_linear_pass(gm)))
 
-    return merge_linears_pass, fuse_rotation_pass, fuse
+    return merge_linears_pass, fuse_rotation_pass, fuse_rotated_write_pass, fuse
 
 
 def graphed_steps(

@@ -50,9 +50,8 @@ from attnops.lowering import merge_linears_pass
 CHUNK = 4096
 """The most tokens of a chunk, which bounds the memory of a long prompt."""
 
-CAPTURED = (64, *range(128, 2049, 128))
-"""Tokens of chunks in graphs. Longer chunks keep a GPU busy while the host calls their layers, of
-shorter ones the model's are as fast."""
+CAPTURED = (64, *range(128, 2561, 128), *range(2816, CHUNK + 1, 256))
+"""Tokens of chunks in graphs. From 1,281 tokens on, padding is less than a tenth of a chunk."""
 
 CAPTURE_AFTER = 3
 """Chunks of a bucket that the model's own layers run before it is captured with compiled layers."""

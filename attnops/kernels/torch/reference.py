@@ -73,6 +73,13 @@ CALLED: tuple[Row, ...] = (
         "cos sin q_norm k_norm sinks window_left softcap holes",
     ),
     (
+        "rotate_and_write_kv",
+        decode.rotate_and_write_kv,
+        FLOATS,
+        None,
+        "q_norm k_norm",
+    ),
+    (
         "mla_attention",
         latent.mla_attention,
         QUERY,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from attnops.core.kernel import one_of
+from attnops.core.kernel import at_most, one_of
 from attnops.core.problem import Problem
 from attnops.kernels.triton.attention import FLOATS, STORED, launched, own
 
@@ -36,6 +36,18 @@ own(
     "one launch, any stored dtype",
     ("k_scale", "v_scale"),
     kv_dtypes=STORED,
+)
+own(
+    "rotate_and_write_kv",
+    launched("rotate", "rotate_and_write_kv"),
+    _cost_us,
+    "norm, rotation and write in one launch",
+    ("q_norm", "k_norm"),
+    needs=(
+        one_of("last_dim_contiguous", True),
+        at_most("head_dim", 256),
+        at_most("v_head_dim", 256),
+    ),
 )
 own(
     "write_latent",

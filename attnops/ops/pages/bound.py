@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnops.core.rounding import Allowed, Compared, Results, stored
+from attnops.core.rounding import Allowed, Compared, Results, roundoff, stored
 from attnops.ops.attention.bound import Figures, norm, wide
 from attnops.ops.pages.decode_reference import turned
 
@@ -38,6 +38,13 @@ def _step(call: Any, expected: Results) -> Allowed:
     return figures.allowed(expected) | {"k_pages": key * once}
 
 
+def _rotated(call: Any, expected: Results) -> Allowed:
+    dtype, root = call.query.dtype, call.query.shape[2] ** 0.5
+    once = roundoff(dtype) + min(roundoff(dtype), roundoff(torch.float32)) * (root + 8)
+    query, key = map(norm, turned(wide(call)))
+    return {"turned_query": query * once, "turned_key": key * once, "k_pages": key * once}
+
+
 def _written(call: Any, results: Results) -> Compared:
     """Of the rows that are stored: within half a step."""
     compared = {}
@@ -56,5 +63,9 @@ def _private(call: Any, results: Results) -> Compared:
     return {}
 
 
-BOUNDS = {"paged_attention": _paged, "decode_attention": _step}
+BOUNDS = {
+    "paged_attention": _paged,
+    "decode_attention": _step,
+    "rotate_and_write_kv": _rotated,
+}
 COMPARED = {"write_kv": _written, "plan_paged_attention": _private, "plan_mla_attention": _private}

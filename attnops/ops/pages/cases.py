@@ -37,7 +37,7 @@ from attnops.ops.latent.cases import (
     SHAPES,
     SLOTS as MAIN,
 )
-from attnops.ops.pages.decode_cases import STEPS, step
+from attnops.ops.pages.decode_cases import ROTATED, STEPS, rotated, step
 
 PAGED = ((1, 4, 0, 2), (6, 4, 0, 21), 16)
 PAGED_SHAPES: Rows = SHAPES | {
@@ -177,6 +177,7 @@ def _buffers(words: int, gpu_bytes: int) -> Callable[[torch.device], tuple[Tenso
 CASES = {
     "paged_attention": Grid(BY_PAGES, on_shapes(PAGED, PAGED_SHAPES) | TEMPERED),
     "decode_attention": Grid("k_lens page angles pages missing", STEPS, step),
+    "rotate_and_write_kv": Grid("slots P page angles index", ROTATED, rotated),
     "write_kv": Grid("slots P page index", WRITES),
     "copy_kv": Grid("pairs L P page index latents", COPIES, _copied),
     "plan_paged_attention": Grid(BY_PAGES, PLANS, _buffers(1 << 15, 1 << 26), of="paged_attention"),

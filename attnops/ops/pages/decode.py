@@ -28,9 +28,9 @@ SIZES = {
 ANGLES = "B, D | D // 2"
 
 
-def _rules(call: Any, sizes: Sizes) -> None:
+def angle_rules(call: Any, sizes: Sizes) -> None:
+    """Query heads that key heads divide, and angles for pairs of numbers."""
     rules.heads_divide(call, sizes)
-    rules.contiguous("workspace", call.workspace)
     if (call.cos is None) != (call.sin is None):
         fail(
             InvalidInput, "cos, sin", "one of them", "both, or neither for a model without rotation"
@@ -48,6 +48,11 @@ def _rules(call: Any, sizes: Sizes) -> None:
             call.sin.shape[1],
             f"{call.cos.shape[1]}, as cos.shape[1]",
         )
+
+
+def _rules(call: Any, sizes: Sizes) -> None:
+    angle_rules(call, sizes)
+    rules.contiguous("workspace", call.workspace)
 
 
 @record("decode_attention", least=LEAST, rules=_rules, problem=SIZES, sums=True)

@@ -113,6 +113,31 @@ STEPS |= {
     for name in ("plain", "all")
 }
 
+ROTATED: Rows = at(
+    ((3, 8, -1, 1, 6), 4, 3, WHOLE),
+    {
+        "whole": SMALL,
+        "interleaved": {"pages": Pages(interleaved=True)},
+        "int32_slots": {"index": I32},
+        "mha": small(kv_heads=4),
+        "value_dim": small(v_head_dim=24),
+        "float16": small(dtype=F16),
+        "float64": small(dtype=F64),
+    },
+) | {
+    "norms": ((5, -1, 0), 4, 3, NORMED, SMALL),
+    "half": ((5, -1, 0), 4, 3, Angles("half"), SMALL),
+    "dim_24": ((5, -1, 0), 4, 3, Angles("half", norms=True), small(head_dim=24)),
+    "wide_angles": ((5, -1, 0), 4, 3, Angles(norms=True, wide=F32), small(dtype=BF16)),
+    "page_1": ((3, 8, 1), 9, 1, NORMED, SMALL),
+    "all_skipped": ((-1, -1), 4, 3, WHOLE, SMALL),
+    "no_tokens": ((), 4, 3, WHOLE, SMALL),
+    "no_pages": ((-1, -1), 0, 3, WHOLE, SMALL),
+    "llama": (tuple(range(40, 5, -1)), 3, 16, WHOLE, LLAMA),
+    "gemma3": (tuple(range(20)), 2, 16, NORMED, llama(head_dim=256, q_heads=4, kv_heads=1)),
+}
+"""Slots of new tokens, pages and their size, and angles."""
+
 
 def _last_slots(scene: Scene, skipped: Sequence[int]) -> list[int]:
     """The slot of each request's last key, which becomes free; negative for those without one."""
@@ -137,7 +162,7 @@ def step(
     missing: (row, column) of the table's entries that are no page. None is the promise that there
     are none.
     """
-    source, f = scene.source, scene.f
+    source = scene.source
     slots = _last_slots(scene, angles.skipped)
     table, free = scene.given["page_table"], scene.free["pages"]
     for b, column in missing or ():
@@ -147,13 +172,25 @@ def step(
         {"holes": False} if missing is None else {}
     )
     scene.free["tokens"] = given["slots"] < 0
-    wide = angles.wide or f.dtype
+    return given | turns(scene, angles, len(slots))
+
+
+def turns(scene: Scene, angles: Angles, tokens: int) -> Given:
+    """The angles of tokens, and the norms."""
+    source, f = scene.source, scene.f
+    wide, given = angles.wide or f.dtype, Given()
     if angles.cos_sin:
         dim = f.head_dim // 2 if angles.cos_sin == "half" else f.head_dim
-        turn = source.normal(len(slots), dim, dtype=F64, spread=3.0)
+        turn = source.normal(tokens, dim, dtype=F64, spread=3.0)
         given |= {"cos": (1.2 * turn.cos()).to(wide), "sin": (1.2 * turn.sin()).to(wide)}
     if angles.norms:
-        given |= {n: source.normal(f.head_dim, dtype=wide) for n in ("q_norm", "k_norm")} | {
-            "eps": 0.25
-        }
+        norms = {n: source.normal(f.head_dim, dtype=wide) for n in ("q_norm", "k_norm")}
+        given |= {**norms, "eps": 0.25}
     return given
+
+
+def rotated(scene: Scene, angles: Angles = Angles()) -> Given:  # noqa: B008, it is frozen
+    """The angles and norms of new tokens, whose query and key are read even without a slot."""
+    tokens = scene.given["slots"].shape[0]
+    scene.free["value"] = scene.free.pop("tokens")
+    return turns(scene, angles, tokens)

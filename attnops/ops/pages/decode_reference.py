@@ -23,6 +23,7 @@ from attnops.ops.attention.reference import attend
 
 if TYPE_CHECKING:
     from attnops.ops.pages.decode import DecodeAttention
+    from attnops.ops.pages.rotate import RotateAndWriteKV
 
 
 def decode_attention(call: DecodeAttention) -> None:
@@ -59,7 +60,16 @@ def decode_attention(call: DecodeAttention) -> None:
     call.output.copy_(output[:, 0])
 
 
-def turned(call: DecodeAttention) -> tuple[Tensor, Tensor]:
+def rotate_and_write_kv(call: RotateAndWriteKV) -> None:
+    """The reference of `attnops.ops.rotate_and_write_kv`."""
+    query, key = turned(call)
+    call.turned_query.copy_(query)
+    call.turned_key.copy_(key)
+    store(call.k_pages, call.turned_key, call.slots)
+    store(call.v_pages, call.value, call.slots)
+
+
+def turned(call: DecodeAttention | RotateAndWriteKV) -> tuple[Tensor, Tensor]:
     """(query, key), normed and rotated, in float32, or float64 for float64."""
     query, key = (
         _normed(wide(x), weight, call.eps)

@@ -58,7 +58,7 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     parts = output.new_empty(numbers + numbers // dims, dtype=torch.float32) if apart else None
     counters = split(call.workspace, 0)[0].view(torch.int32) if apart else None
     table = call.page_table if call.page_table.stride(1) == 1 else call.page_table.contiguous()
-    cos, cos_b, sin, sin_b = _rotation(call.cos, call.sin)
+    cos, cos_b, sin, sin_b = rotation(call.cos, call.sin)
     rows, block = power(group), padded(dims)
     launch(
         decode,
@@ -121,10 +121,10 @@ def decode_attention(call: DecodeAttention, choice: grids.Choice | None = None) 
     )
 
 
-def _rotation(
+def rotation(
     cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor | None, int, Tensor | None, int]:
-    """Both contiguous within a row, each with its stride by request."""
+    """Both contiguous within a row, each with its stride by row."""
     if cos is None or sin is None:
         return None, 0, None, 0
     cos = cos if cos.stride(1) == 1 else cos.contiguous()
