@@ -1,8 +1,8 @@
 """Compiles kernels beside each other, in threads, before they are launched.
 
-Triton compiles a kernel at its first launch. That takes half a second, most of it in other
-processes: ptxas and, for the function that launches the kernel, gcc. `Beside.begin` runs the host
-side of a call, whose launches are noted and not made, and threads compile their kernels. A launch
+Triton compiles a kernel at its first launch, which takes half a second to two. `Beside.begin` runs
+the host side of a call, whose launches are noted and not made. Threads have their kernels compiled,
+each in a process of its own where there are processors for it (compile_workers.py). A launch
 waits for a kernel that a thread compiles just then. It compiles one itself that no thread has
 begun, or that a thread failed to compile.
 """
@@ -21,16 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.kernels.shared.launch.compile_worker import ALIGNED as ALIGNED
+from attnops.kernels.shared.launch.compile_workers import WORKERS
 from attnops.kernels.shared.memory import address
 
 log = logging.getLogger("attnops.kernels")
 
 MOST_THREADS = max(4, min(8, (os.cpu_count() or 1) // 2))
 """Most of a compilation is LLVM's and the assembler's, which leave the interpreter to others."""
-
-ALIGNED = 16
-"""Triton compiles a kernel for addresses, in bytes, and for whole numbers that are multiples of it,
-and another for others."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +107,21 @@ def driver() -> Any:
     return driver.active
 
 
+def _target(active: Any) -> tuple[Any, ...]:
+    """The GPU that kernels are compiled for, by the arguments of Triton's GPUTarget."""
+    target = active.get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
 def build(launch: Launch) -> None:
     """Compile a kernel, and the function that launches it. The GPU, which may be capturing, is left
-    alone."""
+    alone. What a process can compile is read from Triton's cache."""
     with nullcontext() if launch.device is None else torch.cuda.device(launch.device):
         with _STARTING:  # so are the caches of a kernel, at their first use
             active = driver()
             launch.kernel.device_caches[active.get_current_device()]
+        if launch.device is not None:
+            WORKERS.compile(launch, _target(active))
         made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.given)
         active.launcher_cls(made.src, made.metadata)
 
@@ -158,7 +164,8 @@ class Beside:
     def _start(self) -> None:
         try:
             with _STARTING:
-                driver()
+                active = driver()
+            WORKERS.start(MOST_THREADS, _target(active))
         except Exception as error:
             log.debug("Triton's driver is compiled at the first launch: %s", error)
 
@@ -255,3 +262,4 @@ class Beside:
 BESIDE = Beside()
 with suppress(AttributeError):  # Windows has no forks
     os.register_at_fork(after_in_child=BESIDE.reset)
+    os.register_at_fork(after_in_child=WORKERS.reset)

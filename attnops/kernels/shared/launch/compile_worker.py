@@ -1,0 +1,141 @@
+"""A process that compiles kernels for the one that started it, which finds them in Triton's cache.
+
+Run as a script, so that it imports triton and device functions alone: attnops itself imports torch,
+which takes seconds. It reads pickled messages: first a `Start`, then jobs. To each job it answers
+with a byte: 1 if the kernel is in the cache. It ends with its input, or after a minute without a
+job.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import types
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, BinaryIO
+
+IDLE_S = 60
+ALIGNED = 16
+"""Triton compiles a kernel for addresses, in bytes, and for whole numbers that are multiples of it,
+and another for others."""
+DONE, FAILED = b"\1", b"\0"
+
+Start = tuple[list[str], dict[str, list[str]], tuple[Any, ...]]
+"""sys.path, the folders of packages by name, and the arguments of Triton's GPUTarget."""
+
+Job = tuple[str, str, tuple[Any, ...], dict[str, Any]]
+"""The module and name of a device function, and the arguments of its launch."""
+
+
+class Named(str):
+    """The name of a torch dtype, which Triton knows by its text."""
+
+
+class Shown:
+    """In place of a tensor for Triton's compiler. dtype: as "torch.bfloat16"."""
+
+    def __init__(self, dtype: str, address: int) -> None:
+        self.dtype, self.address = Named(dtype), address
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+    def ptr_range(self) -> int:
+        """Bytes that can be read from there: as of a large tensor."""
+        return 1 << 40
+
+
+class Described:
+    """In place of a TensorDescriptor for pickle."""
+
+    def __init__(self, base: Shown, **fields: Any) -> None:
+        self.base, self.fields = base, fields
+
+
+class Driver:
+    """In place of Triton's driver: this process does not use the GPU that it compiles for."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        """The GPU."""
+        return self.target
+
+    def get_current_device(self) -> int:
+        """The index of the only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """No stream is used."""
+        return 0
+
+
+def unpacked(x: Any) -> Any:
+    """An argument as Triton takes it."""
+    if not isinstance(x, Described):
+        return x
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(base=x.base, **x.fields)
+
+
+def prepare(start: Start) -> None:
+    """Find what the other process finds, and know its GPU."""
+    path, packages, target = start
+    sys.path[:] = path
+    for name, folders in packages.items():
+        # In place of the package, whose own code may import torch.
+        package = types.ModuleType(name)
+        package.__path__ = folders
+        sys.modules[name] = package
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    active: Any = Driver(GPUTarget(*target))
+    driver.set_active(active)
+
+
+def compile_job(job: Job) -> None:
+    """Compile the kernel of a launch, and where this Triton has one, the function that launches
+    it."""
+    module, name, args, given = job
+    kernel = getattr(import_module(module), name)
+    named = {key: unpacked(x) for key, x in given.items()}
+    made = kernel.warmup(*map(unpacked, args), grid=(1,), **named)
+    with suppress(Exception):  # of a Triton that asks the GPU for it
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(made.src, made.metadata)
+
+
+def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
+    """Answer every job, until there are no more."""
+    prepare(pickle.load(jobs))
+    while True:
+        signal.alarm(IDLE_S)  # which ends the process
+        try:
+            job: Job = pickle.load(jobs)
+        except EOFError:
+            return
+        signal.alarm(0)
+        answer = DONE
+        try:
+            compile_job(job)
+        except Exception:
+            answer = FAILED
+        answers.write(answer)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    # Pickled objects are of the module that the other process imports.
+    sys.modules["attnops.kernels.shared.launch.compile_worker"] = sys.modules["__main__"]
+    # What a compiler prints is no answer.
+    with os.fdopen(os.dup(1), "wb") as own, os.fdopen(0, "rb") as given:
+        os.dup2(2, 1)
+        serve(given, own)
