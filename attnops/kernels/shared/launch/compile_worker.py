@@ -93,11 +93,20 @@ def prepare(start: Start) -> None:
         package = types.ModuleType(name)
         package.__path__ = folders
         sys.modules[name] = package
+    # Triton 3.6 looks for torch's class of tensors.
+    torch: Any = types.ModuleType("torch")
+    torch.Tensor = type("Tensor", (), {})
+    sys.modules["torch"] = torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     active: Any = Driver(GPUTarget(*target))
     driver.set_active(active)
+    with suppress(Exception):  # of a Triton that has them elsewhere
+        import_module("triton.experimental.gluon.nvidia.hopper")
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # which reads all of Triton, once
 
 
 def compile_job(job: Job) -> None:
