@@ -1,8 +1,8 @@
 """A process that compiles kernels for the one that started it, which finds them in Triton's cache.
 
 Run as a script, so that it imports triton and device functions alone: attnops itself imports torch,
-which takes seconds. It reads pickled messages: first a `Start`, then jobs. To each job it answers
-with a byte: 1 if the kernel is in the cache. It ends with its input, or after a minute without a
+which takes seconds. It reads pickled messages: first a `Start`, then jobs. After each job it
+writes a byte. It ends with its input, or after a minute without a
 job.
 """
 
@@ -14,6 +14,7 @@ import signal
 import sys
 import types
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, BinaryIO
 
@@ -21,7 +22,7 @@ IDLE_S = 60
 ALIGNED = 16
 """Triton compiles a kernel for addresses, in bytes, and for whole numbers that are multiples of it,
 and another for others."""
-DONE, FAILED = b"\1", b"\0"
+DONE = b"\1"
 
 Start = tuple[list[str], dict[str, list[str]], tuple[Any, ...]]
 """sys.path, the folders of packages by name, and the arguments of Triton's GPUTarget."""
@@ -30,15 +31,23 @@ Job = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 """The module and name of a device function, and the arguments of its launch."""
 
 
-class Named(str):
-    """The name of a torch dtype, which Triton knows by its text."""
+@dataclass(frozen=True)
+class Dtype:
+    """In place of a torch dtype, which Triton knows by its text. itemsize: in bytes."""
+
+    text: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return self.text
 
 
+@dataclass(frozen=True)
 class Shown:
-    """In place of a tensor for Triton's compiler. dtype: as "torch.bfloat16"."""
+    """In place of a tensor for Triton's compiler."""
 
-    def __init__(self, dtype: str, address: int) -> None:
-        self.dtype, self.address = Named(dtype), address
+    dtype: Dtype
+    address: int
 
     def data_ptr(self) -> int:
         """The address."""
@@ -49,11 +58,12 @@ class Shown:
         return 1 << 40
 
 
+@dataclass(frozen=True)
 class Described:
-    """In place of a TensorDescriptor for pickle."""
+    """In place of a TensorDescriptor for pickle. fields: its others by name."""
 
-    def __init__(self, base: Shown, **fields: Any) -> None:
-        self.base, self.fields = base, fields
+    base: Shown
+    fields: dict[str, Any]
 
 
 class Driver:
@@ -132,12 +142,9 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
         except EOFError:
             return
         signal.alarm(0)
-        answer = DONE
-        try:
+        with suppress(Exception):  # the other process compiles it, and raises the error
             compile_job(job)
-        except Exception:
-            answer = FAILED
-        answers.write(answer)
+        answers.write(DONE)
         answers.flush()
 
 

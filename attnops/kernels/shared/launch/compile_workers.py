@@ -21,7 +21,7 @@ from dataclasses import fields
 from typing import Any
 
 from attnops.kernels.shared.launch import compile_worker
-from attnops.kernels.shared.launch.compile_worker import ALIGNED, DONE, Described, Job, Shown
+from attnops.kernels.shared.launch.compile_worker import ALIGNED, Described, Dtype, Job, Shown
 
 log = logging.getLogger("attnops.kernels")
 
@@ -65,9 +65,10 @@ def _packed(x: Any, varies: bool) -> Any:
     """
     if hasattr(x, "block_shape"):
         rest = {f.name: getattr(x, f.name) for f in fields(x) if f.name != "base"}
-        return Described(_packed(x.base, varies), **rest)
+        return Described(_packed(x.base, varies), rest)
     if hasattr(x, "data_ptr"):
-        return Shown(str(x.dtype), x.data_ptr() % ALIGNED or ALIGNED)
+        dtype = Dtype(str(x.dtype), x.dtype.itemsize)
+        return Shown(dtype, x.data_ptr() % ALIGNED or ALIGNED)
     if varies and type(x) is int and x != 1 and 0 <= x < 1 << 31:
         return ALIGNED if x % ALIGNED == 0 else ALIGNED + 1
     return x
@@ -115,9 +116,9 @@ class Workers:
             self._broken = True
             return
         self._give(worker)
-        if answer == DONE:
-            for each in (mark, _marks(target)):
-                each.put(b"", MARK)
+        # Also of a job that failed: this process compiles its kernel, which the next one finds.
+        for each in (mark, _marks(target)):
+            each.put(b"", MARK)
 
     def _taken(self) -> subprocess.Popen[bytes] | None:
         with self._lock:
