@@ -21,6 +21,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from attnops.core.adapt import placed
 from attnops.core.arguments import FURTHEST
 from attnops.core.checks import plain_only, python_number, refuse_foreign
 from attnops.core.errors import InvalidInput, NoGradient, fail
@@ -332,6 +333,8 @@ def checked(op: Eager, call: Call) -> Run:
     owner, ordinary = getattr(answers, "ordinary", (None, answers))
     if owner is answers and not deterministic(policy):
         answers = ordinary
+    if kernel.again is not None and not kernel.foreign:
+        answers = placed(kernel.again(call))
     if kernel.capture is not Capture.NEVER:
         return answers
 

@@ -120,6 +120,9 @@ class Kernel:
     ahead: takes a call on fake tensors, and begins to build what `run` of such a call will wait
     for, as a kernel to compile; of None, what
         any call will wait for. It returns at once. None: nothing to build.
+    again: takes a call, and returns the function that runs it and all eager calls that differ from
+    it in their memory alone: in sizes, strides, dtypes, device and scalars they do not. So what
+    follows from these is worked out once. None: `run` runs them.
     judge: the plain body that all others are compared with. No estimate chooses it on a GPU where
     another kernel can run.
     workspace_bytes: how much scratch, zeroed once, a call must bring: a pure function of a Problem
@@ -144,6 +147,7 @@ class Kernel:
     probe: Callable[[Target], Refusal | None] | None = None
     cost_us: Callable[[Problem], float] = lambda problem: 1.0
     ahead: Callable[[Any | None], None] | None = None
+    again: Callable[[Any], Callable[[Any], Any]] | None = None
     capture: Capture = Capture.WHOLE
     tolerance: Tolerance = field(default_factory=Tolerance)
     judge: bool = False

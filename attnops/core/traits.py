@@ -148,7 +148,7 @@ def check_fields(kernel: Kernel) -> None:
     want(isinstance(factor, Real) and 0 < factor < inf, "tolerance", "a factor > 0")
     want(isinstance(kernel.takes, frozenset | set), "takes", "a frozenset of names of arguments")
     want(callable(kernel.cost_us), "cost_us", "a function")
-    optional = ["probe", "ahead", "workspace_bytes", "plan.sizes", "plan.device"]
+    optional = ["probe", "ahead", "again", "workspace_bytes", "plan.sizes", "plan.device"]
     optional += ["inline.when"] * (kernel.inline is not None) + ["invariant.cost_us"] * (
         kernel.invariant is not None
     )

@@ -89,6 +89,7 @@ def own(
     dtypes: tuple[torch.dtype, ...] = FLOATS,
     kv_dtypes: tuple[torch.dtype, ...] | None = None,
     needs: tuple[Need, ...] = (),
+    again: Callable[[Any], Callable[[Any], Any]] | None = None,
 ) -> None:
     """Register `triton` for an op; the arguments are fields of the Kernel."""
     register(
@@ -104,6 +105,7 @@ def own(
             cost_us=cost_us,
             invariant=Invariant(),
             ahead=run.ahead if isinstance(run, Launched) else None,
+            again=again,
             about=about,
         )
     )

@@ -27,4 +27,5 @@ own(
     "attnops' own; of more than 64 tokens, torch's products",
     TAKES,
     needs=NEEDS,
+    again=launched("experts", "repeated"),
 )

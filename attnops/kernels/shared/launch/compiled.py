@@ -27,6 +27,8 @@ MOST = 4096
 kinds of their own."""
 
 Values = tuple[Any, ...]
+Made = tuple[Callable[..., None], Values]
+"""Of a launch: what launches the compiled kernel on the grid, and its arguments."""
 
 _SHOWN: dict[type, Callable[[Any], Values]] = {
     Tensor: memory_kind,
@@ -44,29 +46,33 @@ _ADDING = threading.Lock()
 
 def launch_compiled(
     kernel: Any, grid: tuple[int, ...], args: Values, keywords: dict[str, Any]
-) -> None:
+) -> Made | None:
     """`kernel[grid](*args, **keywords)`, straight to the compiled kernel if a launch of this kind
     was made before.
 
-    args: the first arguments. keywords: the others by name, with Triton's options.
+    args: the first arguments. keywords: the others by name, with Triton's options. None: Triton
+    searched for the kernel.
     """
     values = (*args, *keywords.values())
     types = tuple(map(type, values))
-    if not (_COMPARED.issuperset(types) and _is_plain(kernel)):
+    if not (_COMPARED.issuperset(types) and is_plain(kernel)):
         kernel[grid](*args, **keywords)
-        return
+        return None
     shown = [_SHOWN[type(x)](x) if type(x) in _SHOWN else x for x in values]
     kind = (id(kernel), torch.cuda.current_device(), tuple(keywords), types, *shown)
     entry = _ENTRIES.get(kind)
     if entry is None:
         names = (*kernel.arg_names[: len(args)], *keywords)
         _add(kind, kernel, names, kernel[grid](*args, **keywords))
-        return
+        return None
     compiled, reordered = entry
-    compiled[(*grid, 1, 1)[:3]](*reordered(values))
+    runner = compiled[(*grid, 1, 1)[:3]]
+    values = reordered(values)
+    runner(*values)
+    return runner, values
 
 
-def _is_plain(kernel: Any) -> bool:
+def is_plain(kernel: Any) -> bool:
     """Would Triton's lookup find what it found before? Not in its interpreter, nor under a debugger
     or a profiler."""
     if type(kernel) is not JITFunction or kernel.pre_run_hooks or knobs.runtime.debug:

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnops.core.errors import InvalidInput
 from attnops.core.tensors import Rules
 from attnops.kernels.shared.launch.beside import ALIGNED, BESIDE
-from attnops.kernels.shared.launch.compiled import launch_compiled
+from attnops.kernels.shared.launch.compiled import Made, launch_compiled
 from attnops.kernels.shared.memory import address
 from attnops.kernels.shared.parts import GRID
 
@@ -83,11 +83,11 @@ def launch(
     given: dict[str, Any],
     args: tuple[Any, ...] = (),
     warps: int = 4,
-) -> None:
+) -> Made | None:
     """Launch a device function on the current GPU. args: its first arguments; given: the others by
     name, with Triton's options.
 
-    Raises InvalidInput for a grid that CUDA has no room for.
+    Returns what `launch_compiled` does. Raises InvalidInput for a grid that CUDA has no room for.
     """
     if len(grid) > 1 and max(grid[1:]) > GRID:
         raise InvalidInput(
@@ -97,8 +97,8 @@ def launch(
         )
     given = {**given, "num_warps": warps, **OPTIONS}
     if BESIDE.looks and BESIDE.takes(kernel, grid, args, given):
-        return
-    launch_compiled(kernel, grid, args, given)
+        return None
+    return launch_compiled(kernel, grid, args, given)
 
 
 def steady(x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnops.core.kernel import deterministic
 from attnops.kernels.shared.experts import experts as composed
+from attnops.kernels.shared.launch.beside import ALIGNED, BESIDE, Pointer
+from attnops.kernels.shared.launch.compiled import Made, Values, is_plain
 from attnops.kernels.shared.launch.gpu import (
     computed_in,
     flat,
@@ -24,7 +28,6 @@ from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.device import experts as device
 from attnops.kernels.triton.launch import experts_tiles as tiles
 from attnops.kernels.triton.launch.experts_tiles import Shape, Tile
-from attnops.kernels.triton.launch.linear import ALIGNED
 
 if TYPE_CHECKING:
     from attnops.ops.experts.mxfp4 import Mxfp4Experts
@@ -50,12 +53,18 @@ def experts(call: Experts, choice: tuple[Tile, Tile] | None = None) -> None:
         return
     if tokens > tiles.MOST_TOKENS and not fixed:
         composed(call)
-    elif tokens == 1 and not (fixed or _along(call.gate_up) or _along(call.down)):
+    elif not fixed and _takes_two(call):
         _one_token(call, choice)
+    elif not fixed:
+        _few_tokens(call, choice, tiles.block_of(tokens))
     else:
-        block = tiles.MOST_TOKENS if fixed else tiles.block_of(tokens)
-        for _, part in turns_of(call, "T", GRID * block):
-            _few_tokens(part, choice, block)
+        for _, part in turns_of(call, "T", GRID * tiles.MOST_TOKENS):
+            _few_tokens(part, choice, tiles.MOST_TOKENS)
+
+
+def _takes_two(call: Experts) -> bool:
+    """Does the call take two launches, where the policy is not deterministic?"""
+    return call.x.shape[0] == 1 and not (_along(call.gate_up) or _along(call.down))
 
 
 def shapes(call: Experts) -> tuple[Shape, Shape]:
@@ -79,14 +88,14 @@ def activation(
     return (call.alpha, call.limit, call.offset), {"ACT": name, "SHAPED": shaped}
 
 
-def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
+def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> tuple[Made | None, ...]:
     x, index, output = call.x, call.top_k_index.contiguous(), call.output
     (experts, outs, inner), k = call.down.shape, index.shape[1]
     first, second = choice or tuple(tiles.one_token(shape, power(k)) for shape in shapes(call))
     act, overlap = x.new_empty((k, inner)), overlaps(output.device)
     numbers, given = activation(call, call.activation)
     block = first.rows // 2 if call.interleaved else first.rows
-    launch(
+    up = launch(
         device.one_token_up,
         (-(-inner // block), k),
         {
@@ -111,7 +120,7 @@ def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
         ),
         first.warps,
     )
-    launch(
+    down = launch(
         device.one_token_down,
         (-(-outs // second.rows),),
         {
@@ -137,9 +146,12 @@ def _one_token(call: Experts, choice: tuple[Tile, Tile] | None) -> None:
         ),
         second.warps,
     )
+    return up, down
 
 
-def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> None:
+def _few_tokens(
+    call: Experts, choice: tuple[Tile, Tile] | None, block: int
+) -> tuple[Made | None, ...]:
     x, index, weights, output = (
         call.x,
         call.top_k_index.contiguous(),
@@ -153,6 +165,7 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> 
     y = x.new_empty((tokens * k, outs), dtype=torch.float32)
     numbers, given = activation(call, call.activation)
     programs = min(experts, min(tokens, block) * k)
+    products = []
     for up, tile, source, weight, bias, result in (
         (True, chosen[0], x, call.gate_up, call.gate_up_bias, act),
         (False, chosen[1], act, call.down, call.down_bias, y),
@@ -177,29 +190,31 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> 
             source.stride(0),
             *weight.stride(),
         )
-        launch(
-            device.few_tokens,
-            (-(-result.shape[1] // n), programs, -(-tokens // block)),
-            {
-                "IN": source.shape[1],
-                "K": k,
-                "KP": power(k),
-                "BLOCK_T": block,
-                "BLOCK_N": n,
-                "BLOCK_K": tile.columns,
-                "STAGES": tile.stages,
-                "UP": up,
-                **given,
-                "INTERLEAVED": pairs,
-                "COMPUTE": computed_in(x),
-                "DESCRIBED": read is not weight,
-                "ALONG_N": along,
-                **overlapped(tile.overlap and overlap),
-            },
-            args,
-            tile.warps,
+        products.append(
+            launch(
+                device.few_tokens,
+                (-(-result.shape[1] // n), programs, -(-tokens // block)),
+                {
+                    "IN": source.shape[1],
+                    "K": k,
+                    "KP": power(k),
+                    "BLOCK_T": block,
+                    "BLOCK_N": n,
+                    "BLOCK_K": tile.columns,
+                    "STAGES": tile.stages,
+                    "UP": up,
+                    **given,
+                    "INTERLEAVED": pairs,
+                    "COMPUTE": computed_in(x),
+                    "DESCRIBED": read is not weight,
+                    "ALONG_N": along,
+                    **overlapped(tile.overlap and overlap),
+                },
+                args,
+                tile.warps,
+            )
         )
-    launch(
+    combined = launch(
         device.combine,
         (tokens, -(-outs // BLOCK)),
         {
@@ -217,6 +232,7 @@ def _few_tokens(call: Experts, choice: tuple[Tile, Tile] | None, block: int) -> 
             *output.stride(),
         ),
     )
+    return *products, combined
 
 
 def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:
@@ -228,3 +244,108 @@ def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:
     memory = weight.transpose(1, 2) if along else weight
     block = (tile.columns, tile.rows) if along else (tile.rows, tile.columns)
     return TensorDescriptor(memory, [*memory.shape], [*memory.stride()], [1, *block])
+
+
+# Calls like one before ----------------------------------------------------------------------------
+
+MOST_WEIGHTS = 1024
+"""Descriptors of one product that are kept: a model has one for each of its layers."""
+
+
+def repeated(call: Experts) -> Callable[[Experts], None]:
+    """`experts`, of calls that differ from this one in their memory alone: they have its sizes,
+    strides, dtypes, device and numbers."""
+    copied = (call.top_k_index, call.top_k_weights, call.gate_up_bias, call.down_bias)
+    own = 0 < call.x.shape[0] <= tiles.MOST_TOKENS and not deterministic(call.policy)
+    if not own or any(x is not None and not x.is_contiguous() for x in copied):
+        return experts
+    return Repeated(call)
+
+
+class Repeated:
+    """Calls that make the same launches with other memory.
+
+    The launches of the first calls, which find the compiled kernels, are made as ever.
+    """
+
+    def __init__(self, call: Experts) -> None:
+        tokens, k = call.top_k_index.shape
+        _, outs, inner = call.down.shape
+        self._act, self._y = (tokens * k, inner), (tokens * k, outs)
+        self._one = _takes_two(call)
+        self._block = tiles.block_of(tokens)
+        self._made: tuple[tuple[Callable[..., None], Values], ...] = ()
+        self._reads: tuple[Read, ...] = ()
+
+    def __call__(self, call: Experts) -> None:
+        if not (self._made and _is_repeated(call)):
+            self._begin(call)
+        elif self._one:
+            self._one_token(call)
+        else:
+            self._few_tokens(call)
+
+    def _begin(self, call: Experts) -> None:
+        """Make the launches as ever, and keep what was launched."""
+        found = _one_token(call, None) if self._one else _few_tokens(call, None, self._block)
+        made = [each for each in found if each is not None]
+        if len(made) == len(found) and _is_repeated(call):
+            self._reads = tuple(Read(values[1]) for _, values in made[:2])
+            counts = (5, 6) if self._one else (6, 6, 3)
+            rests = zip(made, counts, strict=True)
+            self._made = tuple((launch, values[n:]) for (launch, values), n in rests)
+
+    def _one_token(self, call: Experts) -> None:
+        (up, of_up), (down, of_down) = self._made
+        index = call.top_k_index
+        act = call.x.new_empty(self._act)
+        up(call.x, call.gate_up, call.gate_up_bias, index, act, *of_up)
+        weights = call.top_k_weights
+        down(act, call.down, call.down_bias, index, weights, call.output, *of_down)
+
+    def _few_tokens(self, call: Experts) -> None:
+        (up, of_up), (down, of_down), (combine, of_sum) = self._made
+        gate_up, down_read = self._reads
+        x, index, weights = call.x, call.top_k_index, call.top_k_weights
+        act = x.new_empty(self._act)
+        y = x.new_empty(self._y, dtype=torch.float32)
+        up(x, gate_up.of(call.gate_up), call.gate_up_bias, index, weights, act, *of_up)
+        down(act, down_read.of(call.down), call.down_bias, index, weights, y, *of_down)
+        combine(y, index, call.output, *of_sum)
+
+
+def _is_repeated(call: Experts) -> bool:
+    """May the launches be made again? Triton compiles other kernels for memory that is not aligned,
+    and a debugger or a profiler of Triton sees its own launches alone."""
+    at = call.x.data_ptr() | call.gate_up.data_ptr() | call.down.data_ptr()
+    at |= call.top_k_index.data_ptr() | call.top_k_weights.data_ptr() | call.output.data_ptr()
+    for bias in (call.gate_up_bias, call.down_bias):
+        if bias is not None:
+            at |= bias.data_ptr()
+    return at % ALIGNED == 0 and not BESIDE.looks and is_plain(device.few_tokens)
+
+
+class Read:
+    """How launches read a weight: as it is, or by a descriptor.
+
+    A descriptor is an address here and no tensor, so it holds no memory, and serves whatever weight
+    of this kind is at the address.
+    """
+
+    def __init__(self, read: Any) -> None:
+        self._like = None
+        if isinstance(read, TensorDescriptor):
+            self._like = replace(read, base=Pointer(read.base.dtype, 0))
+        self._known: dict[int, TensorDescriptor] = {}
+
+    def of(self, weight: Tensor) -> Any:
+        """What a launch takes in the weight's place."""
+        if self._like is None:
+            return weight
+        at = weight.data_ptr()
+        found = self._known.get(at)
+        if found is None:
+            if len(self._known) >= MOST_WEIGHTS:
+                self._known.clear()
+            found = self._known[at] = replace(self._like, base=Pointer(weight.dtype, at))
+        return found
