@@ -25,7 +25,7 @@ from attnops.core.adapt import placed
 from attnops.core.arguments import FURTHEST
 from attnops.core.checks import plain_only, python_number, refuse_foreign
 from attnops.core.errors import InvalidInput, NoGradient, fail
-from attnops.core.foreign import answering
+from attnops.core.foreign import answering, is_foreign
 from attnops.core.kernel import _REGISTRY, Capture, deterministic
 from attnops.core.private_torch import (
     TensorGuards,
@@ -333,7 +333,7 @@ def checked(op: Eager, call: Call) -> Run:
     owner, ordinary = getattr(answers, "ordinary", (None, answers))
     if owner is answers and not deterministic(policy):
         answers = ordinary
-    if kernel.again is not None and not kernel.foreign:
+    if kernel.again is not None and not is_foreign(kernel):
         answers = placed(kernel.again(call))
     if kernel.capture is not Capture.NEVER:
         return answers
