@@ -178,13 +178,15 @@ def weights_of(module: Any) -> tuple[Tensor, Tensor]:
 
 def _serves(module: Any, x: Tensor, index: Tensor, gate: Gate) -> bool:
     """Does a kernel of ours serve the call? Under a compiler the number of tokens is guarded."""
-    weight, policy = module.gate_up_proj, active_policy()
+    if torch.is_grad_enabled():
+        return False
+    weight, down, policy = module.gate_up_proj, module.down_proj, active_policy()
     # An adapter of LoRA puts its own tensors in the parameters' place for the time of a call.
-    if torch.is_grad_enabled() or not (plain(weight) and plain(module.down_proj)) or x.dim() != 2:
+    if not (plain(weight) and plain(down)) or x.dim() != 2:
         return False
     if (
         torch.is_autocast_enabled(x.device.type)
-        or not x.dtype == weight.dtype == module.down_proj.dtype
+        or not x.dtype == weight.dtype == down.dtype
         or x.device != weight.device
     ):
         return False

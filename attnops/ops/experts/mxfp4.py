@@ -18,6 +18,7 @@ from attnops.ops.experts.record import enough_experts, facts_of, prepared
 WIDE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that hold every weight. float16 does not: its exponents are too few."""
 BYTES = (torch.uint8,)
+DIMS = {"x": "T, In", "gate_up": "E, 2 Inner, In // 2", "down": "E, Out, Inner // 2"}
 LEAST = {
     "E": ">= 1 expert",
     "In": ">= 1 column",
@@ -139,7 +140,7 @@ def mxfp4_experts(
         InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input
             requires grad. UnknownKernel, NoKernel.
     """
-    output = prepared(x, gate_up, down, top_k_index, output, " // 2")
+    output = prepared(x, gate_up, down, top_k_index, output, DIMS)
     MXFP4_EXPERTS(
         Mxfp4Experts(
             x,

@@ -3,6 +3,7 @@ sum, as one op."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -173,34 +174,32 @@ def experts(
     return output
 
 
+DIMS = {"x": "T, In", "gate_up": "E, 2 Inner, In", "down": "E, Out, Inner"}
+
+
 def prepared(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
     top_k_index: Tensor,
     output: Tensor | None,
-    packed: str = "",
+    dims: Mapping[str, str] = DIMS,
 ) -> Tensor:
     """`output`, allocated when None.
 
-    packed: the part of a dim of columns that a weight stores, as `" // 2"`. Raises InvalidInput: a
-    tensor that a public function looks into before the op checks its call is none, or has other
-    dims; a number of `top_k_index` on the CPU is no expert.
+    dims: of `x` and the weights as they are stored. Raises InvalidInput: a tensor that a public
+    function looks into before the op checks its call is none, or has other dims; a number of
+    `top_k_index` on the CPU is no expert.
     """
     eager_cache.tensors(x=x, gate_up=gate_up, down=down, top_k_index=top_k_index)
-    wanted = (
-        ("x", x, "[T, In]"),
-        ("gate_up", gate_up, f"[E, 2 Inner, In{packed}]"),
-        ("down", down, f"[E, Out, Inner{packed}]"),
-    )
-    for field, given, dims in wanted:
-        check_strided(field, given, dims[1:-1])
-        if given.dim() != dims.count(",") + 1:
-            fail(InvalidInput, field, f"shape {tuple(given.shape)}", dims)
-    traced = (
-        torch.compiler.is_compiling() or count_dispatch_modes() > 0
-    )  # a mode that captures reads no data
-    if top_k_index.device.type == "cpu" and not traced:
+    for given, (field, names) in zip((x, gate_up, down), dims.items(), strict=True):
+        check_strided(field, given, names)
+        if given.dim() != names.count(",") + 1:
+            fail(InvalidInput, field, f"shape {tuple(given.shape)}", f"[{names}]")
+    # A mode that captures reads no data.
+    if top_k_index.device.type == "cpu" and not (
+        torch.compiler.is_compiling() or count_dispatch_modes()
+    ):
         _check_index(top_k_index, gate_up.shape[0])
     return x.new_empty((x.shape[0], down.shape[1])) if output is None else output
 
