@@ -26,7 +26,7 @@ from attnops.hf.attention.request import (
     flat_sinks,
     is_causal_call,
 )
-from attnops.hf.attention.straight import Facts, StraightCalls, Tensors, facts_of, is_plain
+from attnops.hf.attention.straight import Facts, StraightCalls, Tensors, is_plain
 from attnops.hf.attention.visibility import Visible, visible_of
 from attnops.hf.cache.paged_cache import PagedKeyCache, View
 from attnops.hf.models.attention_modules import HARMLESS, cached_routed
@@ -173,7 +173,7 @@ def attention_function(
             if is_plain(query, scaling, asks, others):
                 given = query, key, value
                 facts, answer = straight.answer(
-                    facts_of(module, given, is_causal, scaling, sliding_window, softcap), given
+                    module, given, is_causal, scaling, sliding_window, softcap
                 )
                 if answer is not None:
                     return answer, None

@@ -45,55 +45,51 @@ def is_plain(query: Tensor, scaling: Any, asks: tuple[Any, ...], others: dict[st
     return not (is_grad_enabled() or count_dispatch_modes() or profiling() or tracing())
 
 
-def facts_of(
-    module: Any,
-    tensors: Tensors,
-    is_causal: bool | None,
-    scaling: Any,
-    window: int | None,
-    softcap: Any,
-) -> Facts:
-    """What a plain call is remembered by."""
-    query, key, value = tensors
-    return (
-        type(module),
-        getattr(module, "is_causal", True),
-        is_causal,
-        scaling,
-        window,
-        softcap,
-        _ACTIVE.key,
-        _REGISTRY.generation,
-        _OVERRIDE.target,
-        query.shape,
-        key.shape[1],
-        value.shape[-1],
-        query.dtype,
-        query.is_cpu,
-    )
-
-
 class StraightCalls:
     """The plain calls of one attention function; at most KINDS of them."""
 
     def __init__(self) -> None:
         self._known: dict[Facts, tuple[range, Straight]] = {}
 
-    def answer(self, facts: Facts, tensors: Tensors) -> tuple[Facts | None, Tensor | None]:
-        """(the facts to remember the call by, `[B, S, H, Dv]`); no answer to a call that is not
+    def answer(
+        self,
+        module: Any,
+        tensors: Tensors,
+        is_causal: bool | None,
+        scaling: Any,
+        window: int | None,
+        softcap: Any,
+    ) -> tuple[Facts | None, Tensor | None]:
+        """(the facts to remember a plain call by, `[B, S, H, Dv]`); no answer to a call that is not
         known.
 
         No facts for tensors that SDPA refuses: the checks of the op name the argument.
         """
+        query, key, value = tensors
+        queries, sizes, value_sizes = query.shape, key.shape, value.shape
+        facts = (
+            type(module),
+            getattr(module, "is_causal", True),
+            is_causal,
+            scaling,
+            window,
+            softcap,
+            _ACTIVE.key,
+            _REGISTRY.generation,
+            _OVERRIDE.target,
+            queries,
+            sizes[1],
+            value_sizes[-1],
+            query.dtype,
+            query.is_cpu,
+        )
         known = self._known.get(facts)
         if known is None:
             return facts, None
         keys, straight = known
-        query, key, value = tensors
-        sizes, value_sizes = key.shape, value.shape
         # SDPA would broadcast a key or a value of another batch, and heads of its own for the
         # value. It refuses all else that differs.
-        if not (sizes[2] in keys and sizes[0] == query.shape[0] and value_sizes[:3] == sizes[:3]):
+        if not (sizes[2] in keys and sizes[0] == queries[0] and value_sizes[:3] == sizes[:3]):
             return facts, None
         try:
             return facts, straight(query, key, value)

@@ -15,10 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
 from attnops.core.kernel import deterministic
-from attnops.core.private_torch import FakeTensor
+from attnops.core.private_torch import FakeTensor, tracing
 from attnops.core.record import asked, changed, name as name_of
 from attnops.core.select import active_policy
 from attnops.core.tracers import is_recorded
@@ -119,7 +120,10 @@ serves it."""
 
 def _served(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
     gate: Gate | None = getattr(module, _GATE, None)
-    if gate is None or is_recorded() or not _serves(module, x, index, gate):
+    # What records a model by other means than torch.jit gives it tensors of its own.
+    plain_call = type(x) is Tensor and not is_dynamo_compiling()
+    recorded = tracing() if plain_call else is_recorded()
+    if gate is None or recorded or not _serves(module, x, index, gate):
         return None
     return experts(x, *weights_of(module), index, weights, *biases_of(module), **gate.given)
 
