@@ -1,6 +1,8 @@
 """Eager calls of experts like one before: which go straight to the compiled kernels, and with which
 memory. Triton's interpreter stands for the compiled kernels."""
 
+import os
+import sys
 import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -96,16 +98,20 @@ class Calls:
     def rows(self):
         return range(self.tokens)
 
-    def check(self, given=None):
-        """A call, which is right; the launches that searched, and that repeated."""
+    def check(self, given=None, look=None):
+        """A call, which is right; the launches that searched, and that repeated. look: a profile
+        function that sees the call."""
         x, index, weights = given or self.given()
         gate_up, down = (w.transpose(1, 2) if self.more else w for w in (self.gate_up, self.down))
         args = x, gate_up, down, index, weights, *self.biases
         more = {k: v for k, v in self.more.items() if k not in ("bias", "along")}
         before = self.count()
+        sys.setprofile(look)
         got = experts(*args, **more, kernel="triton")
+        sys.setprofile(None)
         want = EXPERTS.call(*args, **more, output=torch.empty_like(got))
-        kernels_of("experts")["reference"].run(want)
+        with torch.autocast("cpu", enabled=False):
+            kernels_of("experts")["reference"].run(want)
         torch.testing.assert_close(got, want.output, rtol=1e-4, atol=1e-4)
         return tuple(now - then for now, then in zip(self.count(), before, strict=True))
 
@@ -162,6 +168,26 @@ def test_a_third_call_works_nothing_out(case):
         assert found.check() == (0, n) and len(made) == 2 * n
         for _ in range(2):
             assert found.check() == (0, n) and len(made) == 2 * n
+
+
+@pytest.mark.parametrize("case", CASES)
+@interpreted
+def test_python_calls_of_a_call_like_one_before(case):
+    """Our own, but for what the interpreter runs of device functions."""
+    root = os.path.join(os.path.dirname(attnops.__file__), "")
+    with calls(case) as found:
+        for _ in range(3):
+            found.check()
+        entered = []
+
+        def look(frame, event, arg):
+            file = frame.f_code.co_filename
+            if event == "call" and file.startswith(root) and "device" not in file:
+                entered.append(f"{os.path.basename(file)}:{frame.f_code.co_name}")
+
+        with torch.no_grad():
+            found.check(look=look)
+        assert len(entered) <= 26, entered
 
 
 @pytest.mark.parametrize("case", CASES)
