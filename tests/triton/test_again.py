@@ -222,9 +222,10 @@ def test_memory_that_is_not_aligned_is_launched_as_ever(case):
         assert found.check() == (0, launches(case)) and len(made) == 3 * launches(case)
 
 
-@pytest.mark.parametrize("name", ["debug", "hook", "threads compile"])
+@pytest.mark.parametrize("name", ["debug", "few_tokens", "combine", "threads compile"])
 @interpreted
 def test_what_looks_at_launches_sees_them(name):
+    """A debugger, a hook of a device function, threads that compile kernels beside each other."""
     from triton import knobs
 
     from attnops.kernels.shared.launch.beside import BESIDE
@@ -233,12 +234,11 @@ def test_what_looks_at_launches_sees_them(name):
         for _ in range(3):
             found.check()
         made.clear()
-        few = next(f for f in found.functions if f.kernel.__name__ == "few_tokens")
         changes = {
-            "debug": patch.object(knobs.runtime, "debug", True),
-            "hook": patch.object(few, "pre_run_hooks", (print,)),
-            "threads compile": patch.object(BESIDE, "looks", True),
+            f.kernel.__name__: patch.object(f, "pre_run_hooks", (print,)) for f in found.functions
         }
+        changes["debug"] = patch.object(knobs.runtime, "debug", True)
+        changes["threads compile"] = patch.object(BESIDE, "looks", True)
         with changes[name]:
             found.check()
         assert len(made) == 3

@@ -248,6 +248,9 @@ def _descriptor(weight: Tensor, tile: Tile, along: bool) -> Any:
 
 # Calls like one before ----------------------------------------------------------------------------
 
+MEMORY_OF_TWO, MEMORY_OF_THREE = (5, 6), (6, 6, 3)
+"""How many arguments of each launch, its first ones, are memory. The others are numbers."""
+
 MOST_WEIGHTS = 1024
 """Descriptors of one product that are kept: a model has one for each of its layers."""
 
@@ -271,58 +274,62 @@ class Repeated:
     def __init__(self, call: Experts) -> None:
         tokens, k = call.top_k_index.shape
         _, outs, inner = call.down.shape
-        self._act, self._y = (tokens * k, inner), (tokens * k, outs)
-        self._one = _takes_two(call)
+        self._act = tokens * k, inner
+        self._y = tokens * k, outs
         self._block = tiles.block_of(tokens)
+        self._two = _takes_two(call)
+        self._functions = device.few_tokens, device.combine
+        if self._two:
+            self._functions = device.one_token_up, device.one_token_down
         self._made: tuple[tuple[Callable[..., None], Values], ...] = ()
         self._reads: tuple[Read, ...] = ()
 
     def __call__(self, call: Experts) -> None:
-        if not (self._made and _is_repeated(call)):
+        if not (self._made and self._may_repeat(call)):
             self._begin(call)
-        elif self._one:
-            self._one_token(call)
+        elif self._two:
+            self._launch_two(call)
         else:
-            self._few_tokens(call)
+            self._launch_three(call)
+
+    def _may_repeat(self, call: Experts) -> bool:
+        """Triton compiles other kernels for memory that is not aligned, and its debuggers and
+        profilers see only the launches that it makes itself."""
+        at = call.x.data_ptr() | call.gate_up.data_ptr() | call.down.data_ptr()
+        at |= call.top_k_index.data_ptr() | call.top_k_weights.data_ptr() | call.output.data_ptr()
+        for bias in (call.gate_up_bias, call.down_bias):
+            if bias is not None:
+                at |= bias.data_ptr()
+        one, other = self._functions
+        return at % ALIGNED == 0 and not BESIDE.looks and is_plain(one) and is_plain(other)
 
     def _begin(self, call: Experts) -> None:
         """Make the launches as ever, and keep what was launched."""
-        found = _one_token(call, None) if self._one else _few_tokens(call, None, self._block)
+        found = _one_token(call, None) if self._two else _few_tokens(call, None, self._block)
         made = [each for each in found if each is not None]
-        if len(made) == len(found) and _is_repeated(call):
-            self._reads = tuple(Read(values[1]) for _, values in made[:2])
-            counts = (5, 6) if self._one else (6, 6, 3)
-            rests = zip(made, counts, strict=True)
-            self._made = tuple((launch, values[n:]) for (launch, values), n in rests)
+        if len(made) < len(found) or not self._may_repeat(call):
+            return
+        self._reads = tuple(Read(values[1]) for _, values in made[:2])
+        memory = MEMORY_OF_TWO if self._two else MEMORY_OF_THREE
+        pairs = zip(made, memory, strict=True)
+        self._made = tuple((launch, values[count:]) for (launch, values), count in pairs)
 
-    def _one_token(self, call: Experts) -> None:
+    def _launch_two(self, call: Experts) -> None:
         (up, of_up), (down, of_down) = self._made
-        index = call.top_k_index
+        index, weights = call.top_k_index, call.top_k_weights
         act = call.x.new_empty(self._act)
         up(call.x, call.gate_up, call.gate_up_bias, index, act, *of_up)
-        weights = call.top_k_weights
         down(act, call.down, call.down_bias, index, weights, call.output, *of_down)
 
-    def _few_tokens(self, call: Experts) -> None:
+    def _launch_three(self, call: Experts) -> None:
         (up, of_up), (down, of_down), (combine, of_sum) = self._made
-        gate_up, down_read = self._reads
+        read_up, read_down = self._reads
         x, index, weights = call.x, call.top_k_index, call.top_k_weights
         act = x.new_empty(self._act)
         y = x.new_empty(self._y, dtype=torch.float32)
-        up(x, gate_up.of(call.gate_up), call.gate_up_bias, index, weights, act, *of_up)
-        down(act, down_read.of(call.down), call.down_bias, index, weights, y, *of_down)
+        up(x, read_up.of(call.gate_up), call.gate_up_bias, index, weights, act, *of_up)
+        down(act, read_down.of(call.down), call.down_bias, index, weights, y, *of_down)
         combine(y, index, call.output, *of_sum)
-
-
-def _is_repeated(call: Experts) -> bool:
-    """May the launches be made again? Triton compiles other kernels for memory that is not aligned,
-    and a debugger or a profiler of Triton sees its own launches alone."""
-    at = call.x.data_ptr() | call.gate_up.data_ptr() | call.down.data_ptr()
-    at |= call.top_k_index.data_ptr() | call.top_k_weights.data_ptr() | call.output.data_ptr()
-    for bias in (call.gate_up_bias, call.down_bias):
-        if bias is not None:
-            at |= bias.data_ptr()
-    return at % ALIGNED == 0 and not BESIDE.looks and is_plain(device.few_tokens)
 
 
 class Read:
