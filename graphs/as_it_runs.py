@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .buckets import Bucket
@@ -25,6 +26,13 @@ class AsItRuns:
     def trace(self, bucket: Bucket) -> str:
         """The trace that serves a bucket. All buckets of one are prepared together."""
         return bucket.trace
+
+    def session(self) -> AbstractContextManager[None]:
+        """A context of runs and captures, in which the model does not change between them."""
+        return nullcontext()
+
+    def begin(self, options: Options, bucket: Bucket, values: Values) -> None:
+        """Begin to build what `prepare` will wait for, on its inputs. No result is read."""
 
     def prepare(self, options: Options, bucket: Bucket, values: Values) -> None:
         """Initialise or compile for all buckets of a trace, on the inputs of the largest."""

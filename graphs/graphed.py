@@ -145,6 +145,17 @@ class Graphed(Options):
                 self.graphs.follow()
             return self._replay(entry, values, tokens, requests)
 
+    def begin(self, **values: Any) -> None:
+        """Begin to build what the first such call will wait for. Nothing is captured, and no value
+        is read. Raises as a call does."""
+        with torch.no_grad():
+            bucket = self.buckets.find(*self.sizes(values))
+            if bucket is None or self.runner.trace(bucket) in self._prepared:
+                return
+            self._initialised(values)
+            with self._as_captured(values):
+                self.runner.begin(self, bucket, self._static(bucket, values)[0])
+
     def capture(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> Report:
         """Capture every bucket now, largest first.
 
@@ -358,24 +369,29 @@ class Graphed(Options):
     def _capturing(self, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
         device.follow()
-        drawn = drawing_nothing(self._device_of(values)) if self.draws else nullcontext()
-        kept = unchanged(self.state)
         try:
-            with (
-                CAPTURING,
-                drawn,
-                device.session(),
-                ordinary(),
-                uncached_casts(),
-                as_captured(),
-                kept,
-            ):
+            with self._as_captured(values), device.session():
                 yield device
         except BaseException:
             # Without the buffers of a first capture that failed, later calls may differ from it.
             if not self._entries:
                 self._inputs = None
             raise
+
+    @contextmanager
+    def _as_captured(self, values: Values) -> Iterator[None]:
+        """The model runs as in a graph, and leaves the state as it is."""
+        drawn = drawing_nothing(self._device_of(values)) if self.draws else nullcontext()
+        with (
+            CAPTURING,
+            drawn,
+            ordinary(),
+            uncached_casts(),
+            as_captured(),
+            unchanged(self.state),
+            self.runner.session(),
+        ):
+            yield
 
     def _static(self, bucket: Bucket, values: Values) -> tuple[Values, PagedBatch | None]:
         """The bucket's inputs, all padding rows, and the batch for `prepare`, if any."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -40,8 +40,36 @@ MOST_KEPT = 256
 MOST_COMPARED = 2**26
 """Bytes of pages that are compared: those of a server may take most of the memory."""
 
-Kept = dict[Any, tuple[Recording, Program]]
-"""Recordings by form, which keeps what it knows by identity. Those that served last come last."""
+Way = Literal["each", "once", "own", "ahead"]
+"""How the layers of a step run: each of them, or one of each kind, whose results stand for those of
+the others; by their own code; or not at all, with results that hold no numbers."""
+
+
+@dataclass
+class Kind:
+    """What equal layers share.
+
+    out: the result, with slots. fakes: its tensors. numbers: the recording as it was before it was
+    rewritten, until its numbers are compared with a layer's own.
+    """
+
+    out: Any
+    fakes: list[Tensor]
+    program: Program
+    numbers: Recording | None
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A layer, apart from what it is given. tensors: see `own_tensors`."""
+
+    form: Any
+    known: Form
+    tensors: tuple[Tensor, ...]
+
+
+Kept = dict[Any, Kind]
+"""Kinds by form, which keeps what it knows by identity. Those that served last come last."""
 
 
 class Kinds(Regions):
@@ -53,7 +81,7 @@ class Kinds(Regions):
     Raises NotRegional as `Regions`, and for a layer whose code does what a graph would not repeat,
     or whose graph does not give the layer's own numbers.
 
-    kept: recordings of others, to share. plain: modules run their own code for now.
+    kept: recordings of others, to share.
     """
 
     takes_twins = False
@@ -65,10 +93,35 @@ class Kinds(Regions):
     ) -> None:
         super().__init__("eager", passes)
         self._kept: Kept = {} if kept is None else kept
-        self.plain = False
+        self._way: Way = "each"
+        self._results: dict[int, Any] = {}  # of the kinds that ran in this step, way "once"
+        self._owns: dict[nn.Module, _Own] | None = None  # in a session
 
     def varying(self, tensor: Tensor, *dims: int) -> Tensor:
         return tensor
+
+    def begin(self) -> None:
+        super().begin()
+        self._results.clear()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The block looks at a layer once: the model does not change."""
+        self._owns = {}
+        try:
+            yield
+        finally:
+            self._owns = None
+            self._results.clear()
+
+    @contextmanager
+    def way(self, way: Way) -> Iterator[None]:
+        """The layers of the block run in this way."""
+        before, self._way = self._way, way
+        try:
+            yield
+        finally:
+            self._way = before
 
     def __call__(
         self,
@@ -81,50 +134,82 @@ class Kinds(Regions):
     ) -> Any:
         if not isinstance(call, nn.Module):
             return call(*args, **kwargs)
-        if self.plain:
+        if self._way == "own":
             return type(call).forward(call, *args, **kwargs)
-        mode = capture_mode()
-        recording, program = self._of(call, args, kwargs, apart)
-        flat = *tensors_of((args, kwargs)), *own_tensors(call).values()
-        self.ran.append(program)
-        if mode is None:
-            results = program.run(flat)
-        else:
+        own, kind = self._of(call, args, kwargs, apart)
+        if self._way == "ahead":
+            return _filled(kind.out, list(map(_blank, kind.fakes)))
+        flat = *tensors_of((args, kwargs)), *own.tensors
+        self.ran.append(kind.program)
+        return _filled(kind.out, self._run(kind, flat))
+
+    def _run(self, kind: Kind, flat: tuple[Tensor, ...]) -> Any:
+        """The results of the kind's program, which are captured where a capture is under way."""
+        if (mode := capture_mode()) is not None:
             with mode.aside() as into:
-                results = program.run(flat, into)
+                results = kind.program.run(flat, into)
             mode.note(results)
-        return _filled(recording, results)
+            return results
+        if self._way == "each":
+            return kind.program.run(flat)
+        if id(kind) not in self._results:
+            self._results[id(kind)] = kind.program.run(flat)
+        # Copies, as no two layers have the same results.
+        return [t.clone() for t in self._results[id(kind)]]
 
     def _of(
         self, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str
-    ) -> tuple[Recording, Program]:
+    ) -> tuple[_Own, Kind]:
         with _refused(call):
-            same, _ = twin(call)
-            form = Form()
-            given, own = form.of((args, kwargs)), form.of_module(same)
-            key = apart, in_force(), given, own
+            own = self._own(call)
+            given = own.known.more().of((args, kwargs))
+            key = apart, in_force(), own.form, given
             found = self._kept.pop(key, None)
-            if found is None:
+            if found is None or (found.numbers is not None and self._way != "ahead"):
                 began = time.perf_counter()
-                found = self._recorded(call, same, args, kwargs)
+                found = self._recorded(found, call, args, kwargs)
                 self.seconds += time.perf_counter() - began
         self._kept[key] = found
         if len(self._kept) > MOST_KEPT:
             self._kept.pop(next(iter(self._kept)))
+        return own, found
+
+    def _own(self, call: nn.Module) -> _Own:
+        if self._owns is not None and call in self._owns:
+            return self._owns[call]
+        known = Form()
+        found = _Own(known.of_module(twin(call)[0]), known, (*own_tensors(call).values(),))
+        if self._owns is not None:
+            self._owns[call] = found
         return found
 
     def _recorded(
-        self, call: nn.Module, same: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Recording, Program]:
-        self._kind, name = type(call), type(call).__name__
+        self, found: Kind | None, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Kind:
+        """A kind, whose numbers are compared by now unless it is recorded ahead."""
+        name = type(call).__name__
         if capture_mode() is not None:
             # Its results could not be compared with the module's.
             raise NotRegional(f"{name} was called otherwise than before the capture")
-        found = record(same, args, kwargs)
-        if _differs(found, call, args, kwargs):
+        numbers = record(twin(call)[0], args, kwargs) if found is None else found.numbers
+        assert numbers is not None
+        ahead = self._way == "ahead"
+        if not ahead and _differs(numbers, call, args, kwargs):
             raise NotRegional(f"what was recorded of {name} has other results")
-        with _unguarded(found), not_lowered():
-            return found, self._program(found.module)
+        if found is None:
+            self._kind = type(call)
+            found = self._rewritten(numbers, keep=ahead)
+        if not ahead:
+            found.numbers = None
+        return found
+
+    def _rewritten(self, numbers: Recording, keep: bool) -> Kind:
+        """The kind of a recording, which is itself rewritten unless it is to be kept."""
+        results: Any = numbers.module.graph.output_node().args[0]
+        fakes = [node.meta["example_value"] for node in results]
+        recording = Recording(_copied(numbers.module), numbers.out) if keep else numbers
+        with _unguarded(recording), not_lowered():
+            return Kind(numbers.out, fakes, self._program(recording.module), numbers)
 
 
 @contextmanager
@@ -145,11 +230,23 @@ class PerKind(PerLayer):
 
     def __init__(self, kinds: Kinds, layered: Callable[..., Any]) -> None:
         super().__init__(kinds, layered, AsItRuns())
-        self._watched = False
+        self._kinds, self._watched = kinds, False
 
     def trace(self, bucket: Bucket) -> str:
         """Each bucket is recorded by itself, for its sizes."""
         return str(bucket)
+
+    def session(self) -> AbstractContextManager[None]:
+        return self._kinds.session()
+
+    def begin(self, options: Options, bucket: Bucket, values: Values) -> None:
+        if not self.regions.refusal:
+            with self._kinds.way("ahead"):
+                self._in_layers(options, bucket, values)
+
+    def run(self, options: Options, bucket: Bucket, values: Values) -> Any:
+        with self._kinds.way("once"):
+            return super().run(options, bucket, values)
 
     def prepare(self, options: Options, bucket: Bucket, values: Values) -> None:
         """Also run the model itself once, to see whether it changes more than tensors: a capture
@@ -183,16 +280,23 @@ class OneSize(AsItRuns):
     def trace(self, bucket: Bucket) -> str:
         return str(bucket)
 
+    def session(self) -> AbstractContextManager[None]:
+        return self._kinds.session()
+
+    def begin(self, options: Options, bucket: Bucket, values: Values) -> None:
+        with self._kinds.way("ahead"):
+            super().run(options, bucket, values)
+
+    def run(self, options: Options, bucket: Bucket, values: Values) -> Any:
+        with self._kinds.way("once"):
+            return super().run(options, bucket, values)
+
     def prepare(self, options: Options, bucket: Bucket, values: Values) -> None:
         """Record the layers, and run their own code once more to see whether it changes more than
         tensors: a capture does not run it."""
         self.run(options, bucket, values)
-        self._kinds.plain = True
-        try:
-            with options.watch():
-                self.run(options, bucket, values)
-        finally:
-            self._kinds.plain = False
+        with self._kinds.way("own"), options.watch():
+            super().run(options, bucket, values)
 
 
 class _NoGuards:
@@ -218,7 +322,7 @@ def _differs(
     ones into pages?"""
     flat = *tensors_of((args, kwargs)), *own_tensors(call).values()
     pages = [flat[i] for i in _pages(found.module.graph) if flat[i].nbytes <= MOST_COMPARED]
-    got = tensors_of(_filled(found, found.module(*flat)))
+    got = tensors_of(_filled(found.out, found.module(*flat)))
     written = [t.clone() for t in pages]
     want = tensors_of(type(call).forward(call, *args, **kwargs))
     alike = all(
@@ -252,5 +356,19 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def _filled(found: Recording, results: Any) -> Any:
-    return mapped(found.out, lambda x: results[x.index] if isinstance(x, Slot) else x)
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Its graph, which holds no modules, on nodes of its own."""
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(module.graph, values))
+    for node in module.graph.find_nodes(op="placeholder"):
+        values[node]._dynamo_source = node._dynamo_source
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _blank(fake: Tensor) -> Tensor:
+    """A tensor of this form, of any numbers."""
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def _filled(out: Any, results: Any) -> Any:
+    return mapped(out, lambda x: results[x.index] if isinstance(x, Slot) else x)

@@ -424,7 +424,10 @@ class PagedMode:
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         model_kwargs.update(named(cache))
-        begin(cache.state.pages, self._over, rows, 1 if mask is None else mask.shape[1])
+        prompt = 1 if mask is None else mask.shape[1]
+        steps = self._graphed and max_cache_length > prompt
+        record = functools.partial(self.decoder().begin, cache, rows) if steps else None
+        begin(cache.state.pages, self._over, rows, prompt, record)
         return None
 
     def _expire(self) -> None:

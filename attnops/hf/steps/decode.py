@@ -368,6 +368,22 @@ class Decoder:
         self._kept.taken["prompt"] += tokens
         return f"{before} tokens of prompts have run, compiled are those after {most}"
 
+    def begin(self, cache: PagedModelCache, rows: int) -> None:
+        """Record the layers of a first step of so many rows, where no compiler is to run. Their
+        kernels begin to be compiled.
+
+        The first step does not record them again. The cache stays as it is. Raises as a step.
+        """
+        with self.turn:
+            self._look(cache.state)
+            recorded = self.how.mode == "auto" and not deterministic(active_policy())
+            if self.aside or not recorded or self._mode(rows) != "breakable":
+                return
+            over = self._of(cache.state, rows)
+            live = over.live[:rows]
+            ids = live[:, None]
+            over.graphed.begin(input_ids=ids, position_ids=ids, live=live, cache=over.cache)
+
     def _prompt_graphs(self, state: State, recorded: bool) -> Over:
         """The graphs of prompts over these pages."""
         made, key = self._kept.over, (state.pages, of_prompts(recorded))

@@ -103,6 +103,8 @@ def watched(model: Any) -> Iterator[None]:
     """Raises SideEffect where the run in the block has changed the model."""
     before = Glance(model)
     yield
+    if before.same():
+        return
     after = Glance(model, before)
     if before.state != after.state:
         fail(SideEffect, before.changed(after), "the model's own forward writes it")

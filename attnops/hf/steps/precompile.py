@@ -26,17 +26,34 @@ class _Layer(NamedTuple):
     layer_idx: int
 
 
-def begin(pages: ModelPages, make: Callable[..., PagedModelCache], rows: int, prompt: int) -> None:
+def begin(
+    pages: ModelPages,
+    make: Callable[..., PagedModelCache],
+    rows: int,
+    prompt: int,
+    record: Callable[[], None] | None = None,
+) -> None:
     """Have kernels begin to build what a prompt of `prompt` tokens a row, and the decode steps
-    after it, will wait for (`Kernel.ahead`).
+    after it, will wait for (`Kernel.ahead`), in the order of their launches.
 
     Once for the pages, a number of rows, and a policy. make: returns a cache over given pages, with
-    `filled=True` without a change to them.
+    `filled=True` without a change to them. record: records the layers of the steps.
     """
     kind, sizes = (rows, prompt.bit_length(), active_policy()), pages.sizes
-    if sizes.device.type == "cpu" or kind in pages.begun or over_latents(sizes.layers[0]):
+    if kind in pages.begun:
         return
     pages.begun.add(kind)
+    if not (sizes.device.type == "cpu" or over_latents(sizes.layers[0])):
+        _begin_attention(pages, make, rows, prompt)
+    if record is not None:
+        with contextlib.suppress(Exception):
+            record()
+
+
+def _begin_attention(
+    pages: ModelPages, make: Callable[..., PagedModelCache], rows: int, prompt: int
+) -> None:
+    sizes = pages.sizes
     many = next(n for n in sorted(decode_sizes(sizes.rows)) if n >= rows) if sizes.fixed else rows
     with contextlib.suppress(Exception):  # steps themselves raise it
         for count, of in ((prompt, rows), (1, many)):
