@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +115,7 @@ class Prompts:
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self._replayed = False  # did a graph run a chunk of it?
         self._recorded = False  # did its layers need no compiler?
+        self._begun = False  # were layers recorded ahead?
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
@@ -252,7 +254,21 @@ class Prompts:
         over = graphs()
         if over.graphed.buckets.find("mixed", part.size, 1) is None:
             return _NO_ROOM
-        return over if over.chunks(part.size) > after else _early(after)
+        if over.chunks(part.size) > after:
+            return over
+        if over.recorded and not self._begun:
+            self._begun = True
+            self._begin(over, part.size)
+        return _early(after)
+
+    def _begin(self, over: Over, tokens: int) -> None:
+        """Record the layers of a chunk before its graph is due. Their kernels begin to be
+        compiled."""
+        some = over.cache.state.pages.seen.new_zeros
+        padding, counts = some(tokens), some(over.cache.max_batch)
+        given = {"tokens": padding, "positions": padding, "counts": counts, "cache": over.cache}
+        with suppress(Exception):  # the capture raises it
+            over.graphed.begin(**given)
 
     def _tried(
         self,

@@ -113,6 +113,17 @@ def _target(active: Any) -> tuple[Any, ...]:
     return target.backend, target.arch, target.warp_size
 
 
+def hash_compiler() -> None:
+    """Have Triton hash its own files, which takes a third of a second. The name of a compiled
+    kernel has the hash, and threads that compile first would each compute it."""
+    from triton.compiler import compiler
+    from triton.runtime import cache
+
+    # Where it is depends on the release.
+    key: Callable[[], str] = getattr(cache, "triton_key", None) or compiler.triton_key
+    key()
+
+
 def build(launch: Launch) -> None:
     """Compile a kernel, and the function that launches it. The GPU, which may be capturing, is left
     alone. What a process can compile is read from Triton's cache."""
@@ -166,8 +177,9 @@ class Beside:
             with _STARTING:
                 active = driver()
             WORKERS.start(MOST_THREADS, _target(active))
+            hash_compiler()
         except Exception as error:
-            log.debug("Triton's driver is compiled at the first launch: %s", error)
+            log.debug("Triton is started at the first launch: %s", error)
 
     def begin(self, run: Callable[[Any], Any], call: Any) -> None:
         """Begin to compile what `run(call)` launches, where `call` has fake tensors. Raises as
