@@ -239,6 +239,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             function; a tensor is of a subclass, or autocast is on.
     """
     mode = FakeTensorMode()
+    mode.cache_enabled = False  # to look for results of other sizes takes longer than it saves
     recorder = _Recorder()
 
     def fake(name: str, t: Tensor) -> Tensor:

@@ -363,7 +363,9 @@ class PagedMode:
         logits = decoder.try_prompt(given) if is_prompt(given) else None
         if logits is None:
             decoder.look = True
-            return method.original(*args, **kwargs)
+            out = method.original(*args, **kwargs)
+            decoder.begin_prompts()
+            return out
         if generation is not None:
             generation.layers = decoder.prompts.took
         return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import attnops
 from attnops.graphs import kinds as kinds_of_layers
+from attnops.graphs.compile_pieces import Program
 from attnops.graphs.cuda_graphs import Recorded
 from attnops.graphs.eager_capture import CaptureMode
 from attnops.graphs.kinds import Kinds
@@ -400,6 +401,42 @@ def test_layers_whose_configs_differ_share_no_graph():
         layer.config = config(kind)
     kinds = Kinds()
     assert torch.equal(run(kinds, layers, x), x * 2) and kinds._traces == 2
+
+
+def test_what_is_recorded_ahead_is_compared_at_its_first_run():
+    """It runs no code of the layers on numbers, and its results have their form."""
+    x, good, bad = torch.randn(2, 4), Layer(plain), Layer(other_on_fakes)
+    kinds = Kinds()
+    with kinds.way("ahead"):
+        blank = run(kinds, [good, bad], x)
+    assert blank.shape == x.shape and kinds._traces == 2 and not kinds.ran
+    assert torch.equal(run(kinds, [good, good], x), good(good(x))) and kinds._traces == 2
+    with pytest.raises(NotRegional, match="what was recorded of Layer has other results"):
+        run(kinds, [bad], x)
+
+
+def test_one_of_a_kind_runs_for_all(monkeypatch):
+    """No two layers have the same results."""
+    ran, real = [], Program.run
+    monkeypatch.setattr(Program, "run", lambda *given: ran.append(1) or real(*given))
+    layers, x, kinds = [Layer(plain) for _ in range(3)], torch.randn(2, 4), Kinds()
+    with kinds.way("once"):
+        for _ in range(2):
+            assert torch.equal(run(kinds, layers, x), layers[0](x))
+    assert len(ran) == 2 and kinds._traces == 1 and len(kinds.ran) == 3
+
+
+def test_a_session_looks_at_a_layer_once(monkeypatch):
+    looked, real = [], Form.of_module
+    monkeypatch.setattr(Form, "of_module", lambda *given: looked.append(1) or real(*given))
+    layer, x, kinds = Layer(plain), torch.randn(2, 4), Kinds()
+    with kinds.session():
+        run(kinds, [layer, layer], x)
+        run(kinds, [layer], x)
+    assert len(looked) == 1 and kinds._traces == 1
+    layer.count = 5
+    run(kinds, [layer], x)
+    assert len(looked) == 2 and kinds._traces == 2
 
 
 def endless():

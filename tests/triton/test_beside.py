@@ -205,6 +205,7 @@ def test_a_kernel_waits_for_the_driver_that_a_thread_compiles(monkeypatch):
             return self
 
     monkeypatch.setattr(beside, "driver", driver)
+    monkeypatch.setattr(beside, "hash_compiler", lambda: order.append("hash"))
     found = Beside()
     found.start()
     assert began.wait(LIMIT)
@@ -212,7 +213,17 @@ def test_a_kernel_waits_for_the_driver_that_a_thread_compiles(monkeypatch):
     begun(found, (Compiled(), 1, {"rows": 2}))
     free.set()
     settled(found)
-    assert order == ["driver", "driver", ("kernel", (1,), (1,), {"rows": 2}), "launcher"]
+    assert order == ["driver", "hash", "driver", ("kernel", (1,), (1,), {"rows": 2}), "launcher"]
+
+
+def test_triton_keeps_its_hash():
+    from triton.compiler import compiler
+    from triton.runtime import cache
+
+    key = getattr(cache, "triton_key", None) or compiler.triton_key
+    key.cache_clear()
+    beside.hash_compiler()
+    assert key.cache_info().currsize == 1
 
 
 def test_without_a_lock_of_tritons_no_thread_compiles():

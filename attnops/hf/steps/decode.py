@@ -384,6 +384,12 @@ class Decoder:
             ids = live[:, None]
             over.graphed.begin(input_ids=ids, position_ids=ids, live=live, cache=over.cache)
 
+    def begin_prompts(self) -> None:
+        """See `Prompts.begin`."""
+        if self.prompts.due is not None:
+            with self.turn:
+                self.prompts.begin()
+
     def _prompt_graphs(self, state: State, recorded: bool) -> Over:
         """The graphs of prompts over these pages."""
         made, key = self._kept.over, (state.pages, of_prompts(recorded))

@@ -101,6 +101,7 @@ class Prompts:
 
     forward: the model's own. regions: the compiled layers.
     failures: why there are no "layers", or no graphs of them.
+    due: graphs, and the tokens of a chunk to record for them, see `begin`.
     graphs: what failures of captures are of now: recorded layers of a state, or compiled ones.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these
     ran it, "compiled" or "captured".
@@ -115,7 +116,7 @@ class Prompts:
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self._replayed = False  # did a graph run a chunk of it?
         self._recorded = False  # did its layers need no compiler?
-        self._begun = False  # were layers recorded ahead?
+        self.due: tuple[Over, int] | None = None
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
@@ -194,6 +195,7 @@ class Prompts:
         graphs: returns the graphs over the pages. recorded: graphs hold recorded layers, and no
         layers are compiled. Raises InvalidInput: a mask that pages cannot follow.
         """
+        self.due = None
         cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
         state, (rows, columns) = cache.state, ids.shape
         start, (seen, *starts) = padding_of(
@@ -256,14 +258,17 @@ class Prompts:
             return _NO_ROOM
         if over.chunks(part.size) > after:
             return over
-        if over.recorded and not self._begun:
-            self._begun = True
-            self._begin(over, part.size)
+        if over.recorded:
+            self.due = over, part.size
         return _early(after)
 
-    def _begin(self, over: Over, tokens: int) -> None:
-        """Record the layers of a chunk before its graph is due. Their kernels begin to be
-        compiled."""
+    def begin(self) -> None:
+        """Record the layers of a size whose first prompt the model's own layers have run, so that
+        the second one finds them, and begin to compile their kernels. The device runs the prompt
+        meanwhile."""
+        if self.due is None:
+            return
+        (over, tokens), self.due = self.due, None
         some = over.cache.state.pages.seen.new_zeros
         padding, counts = some(tokens), some(over.cache.max_batch)
         given = {"tokens": padding, "positions": padding, "counts": counts, "cache": over.cache}

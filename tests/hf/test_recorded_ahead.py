@@ -1,0 +1,134 @@
+"""Layers are recorded, and their kernels begin to be compiled, before a call waits for them, and a
+capture does once what equal layers share."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import attnops
+from attnops.core.kernel import _REGISTRY, kernels_of
+from attnops.graphs import kinds
+from attnops.graphs.compile_pieces import Program
+from attnops.graphs.record_functions import Form
+from attnops.hf import tiny
+from attnops.hf.steps.decode import Decoder
+from tests.hf.decoding import beside, generated
+
+OPS = ("decode_attention", "paged_attention", "write_kv", "attention")
+STEP = ["LlamaRotaryEmbedding", "LlamaDecoderLayer", "LlamaRMSNorm", "Linear"]
+
+
+def first(model="llama", **more):
+    return beside(model, "auto", **{"compile_after": 99, **more})
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """In order: the classes of modules that are recorded, "prompt" and "step", and the ops whose
+    kernels begin to be built."""
+    found = []
+
+    def before(owner, name, event):
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            found.append(event(*args))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    before(kinds, "record", lambda module, *_: type(module).__name__)
+    before(Decoder, "try_prompt", lambda *_: "prompt")
+    before(Decoder, "try_step", lambda *_: "step")
+    for op in OPS:
+        told = {
+            name: replace(kernel, ahead=lambda call: found.append(call.spec.op))
+            for name, kernel in kernels_of(op).items()
+        }
+        monkeypatch.setitem(_REGISTRY.kernels, op, told)
+    attnops.core.kernel.renew()
+    yield found
+    monkeypatch.undo()
+    attnops.core.kernel.renew()
+
+
+def recorded(events):
+    return [event for event in events if event not in OPS]
+
+
+def test_layers_of_the_first_step_are_recorded_before_the_prompt(events):
+    """Those of the prompt's size while the device runs it. Nothing is recorded twice."""
+    with first() as pair:
+        pair.same(2, 9, 3)
+        assert recorded(events) == [*STEP, "prompt", "LlamaDecoderLayer", "step", "step"]
+        events.clear()
+        assert pair.same(2, 9, 3).prompt == "captured"
+        assert recorded(events) == ["prompt", "step", "step"]
+
+
+def test_kernels_begin_in_the_order_of_their_launches(events):
+    """All that the step launches, before the prompt."""
+    with first() as pair:
+        generated(pair.model, 2, 9, 3)
+    ahead = [event for event in events[: events.index("prompt")] if event in OPS]
+    assert ahead == ["write_kv", "paged_attention"]
+    steps = events[events.index("step") :]
+    assert not set(OPS).intersection(steps)
+
+
+def test_a_call_of_one_token_records_no_step(events):
+    with first() as pair:
+        pair.same(2, 9, 1)
+        assert recorded(events) == ["prompt", "LlamaDecoderLayer"]
+
+
+@pytest.mark.parametrize("how", [{"deterministic": True}, {}], ids=["policy", "piecewise"])
+def test_steps_of_other_layers_record_nothing(events, how):
+    with first(compile_after=99 if how else 0) as pair, attnops.use(**how):
+        pair.same(2, 9, 3)
+        assert not set(STEP).intersection(events[: events.index("prompt")])
+
+
+def test_an_error_of_a_recording_is_left_to_the_step(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("a test's")
+
+    monkeypatch.setattr(kinds, "record", fails)
+    with first() as pair:
+        pair.same(2, 9, 3)
+        assert "a test's" in pair.handle.graphs.report().not_recorded
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often programs run, and layers are looked at, recorded, compared, and called."""
+    found = Counter()
+
+    def count(owner, name):
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            found[name] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in (
+        (Program, "run"),
+        (Form, "of_module"),
+        (kinds, "record"),
+        (kinds, "_differs"),
+        (kinds.Kinds, "__call__"),
+    ):
+        count(owner, name)
+    return found
+
+
+def test_a_capture_does_once_what_equal_layers_share(counted):
+    """A whole forward is captured, and one of the layers' own code is watched."""
+    with first(tiny.model("llama", num_hidden_layers=6)) as pair:
+        assert pair.same(2, 14, 1).prompt == ""
+        counted.clear()
+        assert pair.same(2, 14, 1).prompt == "captured", pair.decoder.prompts.why
+    assert counted == {"of_module": 6, "_differs": 1, "__call__": 4 * 6, "run": 1 + 1 + 6}
