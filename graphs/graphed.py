@@ -20,7 +20,7 @@ from ..core.record import need
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
 from .capturing import as_captured, drew
-from .cuda_graphs import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing
+from .cuda_graphs import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing, frozen
 from .inputs import Inputs
 from .options import Options, Values
 from .report import Report, Row
@@ -152,8 +152,8 @@ class Graphed(Options):
             bucket = self.buckets.find(*self.sizes(values))
             if bucket is None or self.runner.trace(bucket) in self._prepared:
                 return
-            self._initialised(values)
-            with self._as_captured(values):
+            self._initialised(values)[0].follow()
+            with self._as_captured(values), frozen():
                 self.runner.begin(self, bucket, self._static(bucket, values)[0])
 
     def capture(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> Report:

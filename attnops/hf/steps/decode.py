@@ -379,6 +379,7 @@ class Decoder:
             recorded = self.how.mode == "auto" and not deterministic(active_policy())
             if self.aside or not recorded or self._mode(rows) != "breakable":
                 return
+            cache.state.pages.use()
             over = self._of(cache.state, rows)
             live = over.live[:rows]
             ids = live[:, None]
