@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -162,7 +163,7 @@ class Kinds(Regions):
     ) -> tuple[_Own, Kind]:
         with _refused(call):
             own = self._own(call)
-            given = own.known.more().of((args, kwargs))
+            given = deepcopy(own.known).of((args, kwargs))
             key = apart, in_force(), own.form, given
             found = self._kept.pop(key, None)
             if found is None or (found.numbers is not None and self._way != "ahead"):

@@ -180,12 +180,6 @@ class Form:
         self._storages: dict[int, tuple[int, int]] = {}
         self._tensors: dict[int, int] = {}
 
-    def more(self) -> Form:
-        """A form of further values beside those of this one."""
-        other = Form()
-        other._storages, other._tensors = dict(self._storages), dict(self._tensors)
-        return other
-
     def of(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             return self._layout(x)

@@ -364,7 +364,9 @@ class PagedMode:
         if logits is None:
             decoder.look = True
             out = method.original(*args, **kwargs)
-            decoder.begin_prompts()
+            if decoder.prompts.due is not None:
+                with decoder.turn:
+                    decoder.prompts.begin()
             return out
         if generation is not None:
             generation.layers = decoder.prompts.took
@@ -428,7 +430,7 @@ class PagedMode:
         model_kwargs.update(named(cache))
         prompt = 1 if mask is None else mask.shape[1]
         steps = self._graphed and max_cache_length > prompt
-        record = functools.partial(self.decoder().begin, cache, rows) if steps else None
+        record = functools.partial(self.decoder().begin, cache.state, rows) if steps else None
         begin(cache.state.pages, self._over, rows, prompt, record)
         return None
 

@@ -67,6 +67,16 @@ class Over:
         before, self.counted = self.counted, self.graphed.captured
         return self.counted != before
 
+    def given(self, rows: int) -> dict[str, Any]:
+        """Arguments of a decode step, as far as a capture reads them."""
+        live = self.live[:rows]
+        ids = live[:, None]
+        return {"input_ids": ids, "position_ids": ids, "live": live, "cache": self.cache}
+
+    def begin(self, rows: int) -> None:
+        """Begin to build what a decode step of so many rows will wait for."""
+        self.graphed.begin(**self.given(rows))
+
     @property
     def recorded(self) -> bool:
         """Does it hold recorded layers of prompts?"""

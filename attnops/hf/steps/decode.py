@@ -368,28 +368,14 @@ class Decoder:
         self._kept.taken["prompt"] += tokens
         return f"{before} tokens of prompts have run, compiled are those after {most}"
 
-    def begin(self, cache: PagedModelCache, rows: int) -> None:
-        """Record the layers of a first step of so many rows, where no compiler is to run. Their
-        kernels begin to be compiled.
-
-        The first step does not record them again. The cache stays as it is. Raises as a step.
-        """
+    def begin(self, state: State, rows: int) -> None:
+        """Record the layers of a first step of so many rows, so that it need not, and begin to
+        compile their kernels. Raises as a step."""
         with self.turn:
-            self._look(cache.state)
-            recorded = self.how.mode == "auto" and not deterministic(active_policy())
-            if self.aside or not recorded or self._mode(rows) != "breakable":
-                return
-            cache.state.pages.use()
-            over = self._of(cache.state, rows)
-            live = over.live[:rows]
-            ids = live[:, None]
-            over.graphed.begin(input_ids=ids, position_ids=ids, live=live, cache=over.cache)
-
-    def begin_prompts(self) -> None:
-        """See `Prompts.begin`."""
-        if self.prompts.due is not None:
-            with self.turn:
-                self.prompts.begin()
+            self._look(state)
+            if self.how.mode == "auto" and not self.aside and self._mode(rows) == "breakable":
+                state.pages.use()
+                self._of(state, rows).begin(rows)
 
     def _prompt_graphs(self, state: State, recorded: bool) -> Over:
         """The graphs of prompts over these pages."""
@@ -415,14 +401,7 @@ class Decoder:
             if self.aside:
                 fail(NotCapturable, "decode steps", self.aside)
         with self._graphs_of(state_of(cache), cache.max_batch) as found:
-            one = found.live[:1]
-            report = found.graphed.capture(
-                input_ids=one[:, None],
-                position_ids=one[:, None],
-                live=one,
-                cache=found.cache,
-                progress=progress,
-            )
+            report = found.graphed.capture(progress=progress, **found.given(1))
             if found.mode == "piecewise":
                 self.prompts.compile(found.cache)
             return report
