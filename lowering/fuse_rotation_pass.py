@@ -13,6 +13,7 @@ from .rotations import Side, turned
 
 OP = "decode_attention"
 
+
 @dataclass(frozen=True)
 class Rotated:
     """A call of `decode_attention`.
@@ -78,5 +79,3 @@ def _one_token(given: Any, x: Any, cos: Any, sin: Any) -> bool:
     if cos.dtype != sin.dtype or cos.shape[3] not in (dim, dim // 2):
         return False
     return all(t.shape[1:] == (1, 1, cos.shape[3]) for t in (cos, sin))
-
-

@@ -4,6 +4,7 @@ compiler say the order."""
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,7 +206,6 @@ def test_a_kernel_waits_for_the_driver_that_a_thread_compiles(monkeypatch):
             return self
 
     monkeypatch.setattr(beside, "driver", driver)
-    monkeypatch.setattr(beside, "hash_compiler", lambda: order.append("hash"))
     found = Beside()
     found.start()
     assert began.wait(LIMIT)
@@ -213,7 +213,19 @@ def test_a_kernel_waits_for_the_driver_that_a_thread_compiles(monkeypatch):
     begun(found, (Compiled(), 1, {"rows": 2}))
     free.set()
     settled(found)
-    assert order == ["driver", "hash", "driver", ("kernel", (1,), (1,), {"rows": 2}), "launcher"]
+    assert order == ["driver", "driver", ("kernel", (1,), (1,), {"rows": 2}), "launcher"]
+
+
+def test_what_all_kernels_wait_for_begins_at_once(monkeypatch):
+    """Processes that compile, first, then what this process reads of Triton."""
+    order, target = [], SimpleNamespace(backend="cuda", arch=90, warp_size=32)
+    active = SimpleNamespace(get_current_target=lambda: target)
+    workers = SimpleNamespace(start=lambda count, target: order.append(target))
+    monkeypatch.setattr(beside, "driver", lambda: active)
+    monkeypatch.setattr(beside, "WORKERS", workers)
+    monkeypatch.setattr(beside, "hash_compiler", lambda: order.append("hash"))
+    Beside()._start()
+    assert order == [("cuda", 90, 32), "hash"]
 
 
 def test_triton_keeps_its_hash():

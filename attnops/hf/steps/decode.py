@@ -369,8 +369,7 @@ class Decoder:
         return f"{before} tokens of prompts have run, compiled are those after {most}"
 
     def begin(self, state: State, rows: int) -> None:
-        """Record the layers of a first step of so many rows, so that it need not, and begin to
-        compile their kernels. Raises as a step."""
+        """Record the layers of a first step, and begin to compile their kernels. Raises as it."""
         with self.turn:
             self._look(state)
             if self.how.mode == "auto" and not self.aside and self._mode(rows) == "breakable":
