@@ -369,29 +369,29 @@ class Graphed(Options):
     def _capturing(self, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
         device.follow()
-        try:
-            with self._as_captured(values), device.session():
-                yield device
-        except BaseException:
-            # Without the buffers of a first capture that failed, later calls may differ from it.
-            if not self._entries:
-                self._inputs = None
-            raise
+        with self._as_captured(values), device.session():
+            yield device
 
     @contextmanager
     def _as_captured(self, values: Values) -> Iterator[None]:
         """The model runs as in a graph, and leaves the state as it is."""
         drawn = drawing_nothing(self._device_of(values)) if self.draws else nullcontext()
-        with (
-            CAPTURING,
-            drawn,
-            ordinary(),
-            uncached_casts(),
-            as_captured(),
-            unchanged(self.state),
-            self.runner.session(),
-        ):
-            yield
+        try:
+            with (
+                CAPTURING,
+                drawn,
+                ordinary(),
+                uncached_casts(),
+                as_captured(),
+                unchanged(self.state),
+                self.runner.session(),
+            ):
+                yield
+        except BaseException:
+            # Without the buffers of a first capture that failed, later calls may differ from it.
+            if not self._entries:
+                self._inputs = None
+            raise
 
     def _static(self, bucket: Bucket, values: Values) -> tuple[Values, PagedBatch | None]:
         """The bucket's inputs, all padding rows, and the batch for `prepare`, if any."""

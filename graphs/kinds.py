@@ -46,7 +46,7 @@ Way = Literal["each", "once", "own", "ahead"]
 the others; by their own code; or not at all, with results that hold no numbers."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Kind:
     """What equal layers share.
 
@@ -95,7 +95,7 @@ class Kinds(Regions):
         super().__init__("eager", passes)
         self._kept: Kept = {} if kept is None else kept
         self._way: Way = "each"
-        self._results: dict[int, Any] = {}  # of the kinds that ran in this step, way "once"
+        self._results: dict[Kind, Any] = {}  # of the kinds that ran in this step, way "once"
         self._owns: dict[nn.Module, _Own] | None = None  # in a session
 
     def varying(self, tensor: Tensor, *dims: int) -> Tensor:
@@ -153,10 +153,10 @@ class Kinds(Regions):
             return results
         if self._way == "each":
             return kind.program.run(flat)
-        if id(kind) not in self._results:
-            self._results[id(kind)] = kind.program.run(flat)
+        if kind not in self._results:
+            self._results[kind] = kind.program.run(flat)
         # Copies, as no two layers have the same results.
-        return [t.clone() for t in self._results[id(kind)]]
+        return [t.clone() for t in self._results[kind]]
 
     def _of(
         self, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str

@@ -429,7 +429,7 @@ class PagedMode:
             )
         model_kwargs.update(named(cache))
         prompt = 1 if mask is None else mask.shape[1]
-        steps = self._graphed and max_cache_length > prompt
+        steps = self.decode.mode == "auto" and max_cache_length > prompt
         record = functools.partial(self.decoder().begin, cache.state, rows) if steps else None
         begin(cache.state.pages, self._over, rows, prompt, record)
         return None

@@ -75,6 +75,7 @@ class Over:
 
     def begin(self, rows: int) -> None:
         """Begin to build what a decode step of so many rows will wait for."""
+        self.cache.state.pages.use()
         self.graphed.begin(**self.given(rows))
 
     @property

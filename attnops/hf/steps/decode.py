@@ -372,8 +372,7 @@ class Decoder:
         """Record the layers of a first step, and begin to compile their kernels. Raises as it."""
         with self.turn:
             self._look(state)
-            if self.how.mode == "auto" and not self.aside and self._mode(rows) == "breakable":
-                state.pages.use()
+            if not self.aside and self._mode(rows) == "breakable":
                 self._of(state, rows).begin(rows)
 
     def _prompt_graphs(self, state: State, recorded: bool) -> Over:
