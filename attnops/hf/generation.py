@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
@@ -56,6 +57,7 @@ class Generation:
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
     around: the generation in whose call this one began, as in a LogitsProcessor.
+    read: (the last mask that the host has read, its version, what it read), or (), see `on_host`.
     """
 
     owner: nn.Module | None = None
@@ -73,6 +75,7 @@ class Generation:
     last: tuple[Any, ...] = ()
     prepared: tuple[Any, ...] = ()
     around: Generation | None = None
+    read: tuple[Any, ...] = ()
 
     def note(self, new: Verdict) -> None:
         """Take the check of one more mask into account."""
@@ -109,6 +112,18 @@ def current_generation() -> Generation | None:
     """The running generation while a step of its owner is under way."""
     running = running_generation()
     return running if running is not None and running.inside else None
+
+
+def on_host(mask: Tensor) -> Tensor:
+    """A mask as bools on the CPU. The host waits for the device, once for each mask of a
+    `generate()`."""
+    running = running_generation()
+    if running is None or mask.is_inference():  # which has no version
+        return mask.to("cpu", torch.bool)
+    if not running.read or running.read[0] is not mask or running.read[1] != mask._version:
+        running.read = mask, mask._version, mask.to("cpu", torch.bool)
+    read: Tensor = running.read[2]
+    return read
 
 
 @contextmanager

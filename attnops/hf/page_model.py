@@ -50,7 +50,7 @@ from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.generation import Generation, current_generation, running_generation
 from attnops.hf.models.attention_modules import Match
 from attnops.hf.models.latents import dims_of
-from attnops.hf.models.methods import Method
+from attnops.hf.models.methods import Method, modules_in
 from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
@@ -62,6 +62,7 @@ from attnops.hf.steps.reasons import (
     Call,
     Reason,
     drafts,
+    hooks_within,
     refuse_given,
     why_unpaged,
     why_unpaged_unasked,
@@ -402,6 +403,7 @@ class PagedMode:
         mask = model_kwargs.get("attention_mask")
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
+        modules = modules_in(self._owner)
         call = Call(
             self._owner,
             generation_config,
@@ -409,6 +411,8 @@ class PagedMode:
             model_kwargs,
             self._elsewhere(),
             self.blocks,
+            modules,
+            hooks_within(self._owner, modules),
         )
         rows, passed = batch_size * call.copies, isinstance(given, PagedModelCache)
         relisted = self._relisted(passed)
@@ -444,7 +448,9 @@ class PagedMode:
     def _elsewhere(self) -> str | None:
         """An attention to which a layer was switched after the patch, and which does not know
         pages."""
-        names = (module.config._attn_implementation_internal for module in self.windows)
+        # Layers share configs, whose attributes are slow.
+        configs = {id(config): config for config in (module.config for module in self.windows)}
+        names = (config._attn_implementation_internal for config in configs.values())
         return next((str(name) for name in names if name != self.implementation), None)
 
     def _relisted(self, passed: bool) -> str:

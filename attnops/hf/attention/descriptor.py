@@ -25,7 +25,7 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import FakeTensor, assert_async, capturing, count_dispatch_modes
 from attnops.core.problem import _OVERRIDE
 from attnops.hf.attention import packed
-from attnops.hf.generation import current_generation
+from attnops.hf.generation import current_generation, on_host
 
 FIELDS = 4
 DTYPE = torch.int64
@@ -323,18 +323,40 @@ def padding_of(
     function finds and checks it; as numbers the positions before the prompt, and that padding).
 
     mask: `[rows, positions]`, as `generate()` has it. columns: of the prompt. fresh: the pages hold
-    no token. The host waits for the device once; not at all for fresh pages without a mask. Raises
-    InvalidInput.
+    no token. The host waits for the device once; for fresh pages only where it has not read the
+    mask. Raises InvalidInput.
     """
-    padding = None if mask is None else mask.bool()
-    if padding is None and fresh and rows <= pages.pad.shape[0] and columns <= pages.sizes.length:
-        if (generation := current_generation()) is not None:
-            generation.checked = pages.pad
-        return pages.pad.new_zeros(rows), [0] * (1 + rows)
+    if fresh and rows <= pages.pad.shape[0] and columns <= pages.sizes.length:
+        starts = [0] * rows if mask is None else _starts_of(mask, rows, columns)
+        if starts is not None:
+            if (generation := current_generation()) is not None:
+                generation.checked = pages.pad
+            start = pages.upload(starts) if any(starts) else pages.pad.new_zeros(rows)
+            return start, [0, *starts]
     return _read_padding(
-        Request("auto", rows, columns, pages.sizes.length, pages.seen, attention_mask=padding),
+        Request(
+            "auto",
+            rows,
+            columns,
+            pages.sizes.length,
+            pages.seen,
+            attention_mask=None if mask is None else mask.bool(),
+        ),
         pages.pad,
     )
+
+
+def _starts_of(mask: Tensor, rows: int, columns: int) -> list[int] | None:
+    """The padding of each row of the first tokens in pages; None where `_read_padding` says what is
+    wrong. mask: `[rows, columns]`, which the host reads."""
+    if mask.dim() != 2 or mask.shape[0] != rows:
+        return None
+    seen = on_host(mask)
+    if seen.shape[1] >= columns and bool(seen[:, :columns].all()):
+        return [0] * rows
+    request = Request("auto", rows, columns, columns, 0, attention_mask=seen)
+    start, run = _run(request, seen.new_zeros(rows, dtype=torch.int64), columns)
+    return start.tolist() if bool(run.all()) else None
 
 
 def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
@@ -357,26 +379,24 @@ def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
     if checked and _is_after_prompt(request, generation, one):
         assert_async(fits, _STOP)
         return known, []
-    start, run = _run(request, known, high)
-    same = torch.where(known >= seen, start >= seen, start == known)
     # The host checks a prompt of one token as well: all later steps rely on that.
     if unseen or (one and request.mode != "compact" and (generation is None or checked)):
-        assert_async((run & same).all() & fits, _STOP)
+        start, run = _run(request, known, high)
+        assert_async((run & _same(start, known, seen)).all() & fits, _STOP)
         return start, []
-    run_all, same_all, fits_all, past, *starts = torch.cat(
-        [torch.stack([run.all(), same.all(), fits, seen]), start]
-    ).tolist()
-    if not fits_all:
+    past, before, shown = _on_host(request, known, seen)
+    start, run = _run(request._replace(attention_mask=shown), before, past + queries)
+    if past + queries > request.kv_length:
         want = f"at most {request.kv_length} positions, the room of this cache"
         fail(InvalidInput, "length", past + queries, want)
-    if not run_all:
+    if not run.all():
         want = (
             "zeros on the left and ones up to the newest token: pages hold no other pattern. Use "
             'cache="hf" for such masks'
         )
         got = "holes, padding on the right, or too few columns"
         fail(InvalidInput, "attention_mask", got, want)
-    if not same_all:
+    if not _same(start, before, past).all():
         want = (
             "the padding of the first step, in every step: pages hold the tokens that were not "
             "padding then"
@@ -385,7 +405,26 @@ def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
         fail(InvalidInput, "attention_mask", got, want)
     if generation is not None:
         generation.checked = own
+    starts = start.tolist()
+    if far(known.device):
+        start = _run(request, known, high)[0] if any(starts) else torch.zeros_like(known)
     return start, [past, *starts]
+
+
+def _same(start: Tensor, known: Tensor, seen: Tensor | int) -> Tensor:
+    """Is the padding of each row that of its first step? known: so far, see `_read_padding`. seen:
+    positions so far."""
+    return torch.where(known >= seen, start >= seen, start == known)
+
+
+def _on_host(request: Request, known: Tensor, seen: Tensor) -> tuple[int, Tensor, Tensor | None]:
+    """`seen`, `known` and the mask on the CPU. The host waits for the device once."""
+    padding = request.attention_mask
+    given = [seen.reshape(1), known]
+    if padding is not None:
+        given.append(padding.flatten())
+    past, before, *shown = torch.cat(given).cpu().split([len(each) for each in given])
+    return int(past), before, None if padding is None else shown[0].view(padding.shape).bool()
 
 
 def _is_after_prompt(request: Request, generation: Any, one: bool) -> bool:
@@ -395,7 +434,7 @@ def _is_after_prompt(request: Request, generation: Any, one: bool) -> bool:
     return one and prompt is not None and padding is not None and padding.shape[1] > prompt
 
 
-def _run(request: Request, known: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+def _run(request: Request, known: Tensor, high: Tensor | int) -> tuple[Tensor, Tensor]:
     """Of each row: (the first position that is no padding, are those from it up to `high`
     tokens?)."""
     padding = request.attention_mask
@@ -403,6 +442,6 @@ def _run(request: Request, known: Tensor, high: Tensor) -> tuple[Tensor, Tensor]
         return torch.zeros_like(known), torch.ones_like(known, dtype=torch.bool)
     columns = torch.arange(padding.shape[1], device=known.device)
     shown = padding & (columns < high)
-    start = torch.minimum(first_of(shown, columns), high)
+    start = first_of(shown, columns).clamp(max=high)
     run = (shown.sum(-1) == high - start) & (high <= padding.shape[1])
     return start, run

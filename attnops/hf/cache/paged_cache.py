@@ -500,7 +500,7 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
     Raises InvalidInput for a layer that keeps keys and values, which would need pages.
     """
     count = max(max(paged_layers) + 1, len(getattr(config, "layer_types", None) or ()))
-    missing = [i for i in range(count) if i not in set(paged_layers)]
+    missing = sorted({*range(count)}.difference(paged_layers))
     if not missing:
         return {}
     made: list[Any] = DynamicCache(config=config).layers

@@ -12,6 +12,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.models.attention_modules import Match, Site
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
+from attnops.hf.models.methods import preorder
 from attnops.hf.private import PREPARE, changed
 from attnops.nn.latent import absorbed_weights
 from attnops.ops.pages.plan import paged_layers
@@ -63,12 +65,20 @@ def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.devi
     model: gives the dtype where all weights of the module are quantised, and the device where it
     has none.
     """
-    parts = [module] if model is None else [module, model]
-    placed = next((p for part in parts for p in part.parameters()), None)
+    placed: Tensor | None = None
+    parts = (module,) if model is None else (module, model)
+    for each in chain.from_iterable(map(preorder, parts)):
+        own = [p for p in each._parameters.values() if p is not None]
+        if own and placed is None:
+            placed = own[0]
+        if (dtype := _dtype_of(own)) is not None:
+            break
+    else:
+        dtype = torch.get_default_dtype()
     device = torch.device("cpu") if placed is None else placed.device
     if device.type == "meta":
         device = _runs_on(module, device)
-    return device, _dtype_of(parts)
+    return device, dtype
 
 
 def _runs_on(module: nn.Module, device: torch.device) -> torch.device:
@@ -79,13 +89,13 @@ def _runs_on(module: nn.Module, device: torch.device) -> torch.device:
     return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
 
 
-def _dtype_of(parts: Sequence[nn.Module]) -> torch.dtype:
-    """That of the first weight that is not quantised."""
+def _dtype_of(own: Sequence[Tensor]) -> torch.dtype | None:
+    """That of the first weight of one module, where none is quantised."""
+    dtypes = [p.dtype for p in own]
     # A module with weights of one byte also has their scales, often float32 in any layer.
-    owners = (list(m.parameters(recurse=False)) for part in parts for m in part.modules())
-    weights = (p for own in owners if all(p.dtype.itemsize > 1 for p in own) for p in own)
-    found = next((p for p in weights if p.dtype.is_floating_point), None)
-    return torch.get_default_dtype() if found is None else found.dtype
+    if any(dtype.itemsize <= 1 for dtype in dtypes):
+        return None
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
 def refuse_unless(ok: object, why: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,8 +12,8 @@ from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.model_pages import ALL, DRAFTS
 from attnops.hf.cache.names import cache_in
 from attnops.hf.cache.support import has_blocks
-from attnops.hf.generation import running_generation
-from attnops.hf.models.methods import Method, is_compiled, is_replaced, modules_in
+from attnops.hf.generation import on_host, running_generation
+from attnops.hf.models.methods import Method, is_compiled, is_replaced
 from attnops.hf.steps.around import global_hooks
 
 # Words in the names of fractions by which modules of transformers draw in training mode:
@@ -71,6 +71,7 @@ class Call(NamedTuple):
     model_kwargs.
     elsewhere: an attention to which a layer was switched. blocks: may tokens of an image see each
     other both ways?
+    modules: all of the model. hooks: of `hooks_within`.
     """
 
     owner: Any
@@ -79,6 +80,8 @@ class Call(NamedTuple):
     given: dict[str, Any]
     elsewhere: str | None
     blocks: bool
+    modules: list[Any]
+    hooks: list[tuple[Any, Any]]
 
     @property
     def beams(self) -> int:
@@ -122,7 +125,7 @@ def why_unpaged(call: Call) -> Iterator[Reason]:
         yield Reason("tokens of an image see each other both ways", told=True, chosen=False)
     if prepares(call.owner):
         yield Reason(PREPARES, told=True)
-    if by_row := hooked_by_row(call.owner):
+    if by_row := hooked_by_row(call.hooks):
         yield Reason(
             f"hooks on {by_row} hand each row an argument of its own, as PEFT's adapter_names",
             told=True,
@@ -138,24 +141,24 @@ def why_unpaged_unasked(call: Call, forward: Method | None) -> Iterator[Reason]:
     owner, generation = call.owner, running_generation()
     if generation is not None and generation.custom:
         yield Reason("a loop of the caller's (custom_generate) may change its cache")
-    if hooked := hooks_of_the_caller(owner):
+    if hooked := hooks_of_the_caller(call.hooks):
         yield Reason(HOOKED.format(hooked))
     if is_compiled(owner) or (forward is not None and vars(owner).get("forward") is not forward):
         yield Reason(split_over(owner) or REPLACED)
     if call.asks("output_hidden_states"):
         yield Reason("output_hidden_states=True")
-    yield from _why_random(owner)
+    yield from _why_random(call)
     if call.assisted:
         yield Reason("assisted generation has steps of several tokens")
     if not _left_padded(call.given.get("attention_mask")):
         yield Reason("the attention_mask has zeros between or behind ones, which pages do not hold")
 
 
-def _why_random(owner: Any) -> Iterator[Reason]:
+def _why_random(call: Call) -> Iterator[Reason]:
     """Training mode, of the model or of a part of it that draws random numbers there."""
-    if owner.training:
+    if call.owner.training:
         yield Reason("the model is in training mode")
-    elif dropping := drawing(owner):
+    elif dropping := drawing(call.modules):
         yield Reason(f"dropout is on in {dropping}, which is in training mode")
 
 
@@ -183,7 +186,7 @@ def refuse_given(call: Call, given: Any, sizes: tuple[int, int], graphed: bool) 
         )
     own = "transformers' own cache, or none"
     need(not prepares(call.owner), cache_names.NAME, f"{kind} where {PREPARES}", own)
-    by_row = hooked_by_row(call.owner)
+    by_row = hooked_by_row(call.hooks)
     beside = (
         f"{kind} where hooks on {by_row} hand each row an argument of its own, and graphs add rows"
     )
@@ -228,22 +231,22 @@ def prepares(owner: Any) -> bool:
     return inputs is not None and (not isinstance(inputs, Method) or inputs.own is not None)
 
 
-def hooks_of_the_caller(owner: Any) -> str:
-    """The class of a module within `owner` with hooks that are neither ours nor transformers',
-    which no replay runs; "" without."""
+def hooks_of_the_caller(hooks: list[tuple[Any, Any]]) -> str:
+    """The class of a module of a model with hooks that are neither ours nor transformers', which no
+    replay runs; "" without. hooks: of `hooks_within`."""
     if global_hooks():
         return "every module"
-    return next((type(module).__name__ for module, _ in _callers_hooks(owner)), "")
+    return type(hooks[0][0]).__name__ if hooks else ""
 
 
-def hooked_by_row(owner: Any) -> str:
-    """The class of a module within `owner` with hooks that hand it something for each row of one
-    batch; "" without.
+def hooked_by_row(hooks: list[tuple[Any, Any]]) -> str:
+    """The class of a module of a model with hooks that hand it something for each row of one batch;
+    "" without. hooks: of `hooks_within`.
 
     They fit no batch of another size: the step by which the first cache of a model is measured, or
     a graph with rows of padding.
     """
-    for module, hook in _callers_hooks(owner):
+    for module, hook in hooks:
         if any(
             isinstance(value, (list, tuple)) for value in getattr(hook, "keywords", {}).values()
         ):
@@ -264,28 +267,26 @@ def runs_hooks(model: Any) -> bool:
     return bool(hooks_on(model) or global_hooks())
 
 
-def _callers_hooks(owner: Any) -> Iterator[tuple[Any, Any]]:
-    """Each hook within `owner` that is neither ours nor transformers', with its module."""
-    for module in modules_in(owner):
-        if module is owner or not (module._forward_pre_hooks or module._forward_hooks):
-            continue
-        for hook in hooks_on(module):
-            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
-                yield module, hook
+def hooks_within(owner: Any, modules: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Each hook on these modules, but for `owner`, that is neither ours nor transformers', with its
+    module."""
+    hooked = [each for each in modules if each._forward_pre_hooks or each._forward_hooks]
+    return [
+        (module, hook)
+        for module in hooked
+        if module is not owner
+        for hook in hooks_on(module)
+        if not str(getattr(hook, "__module__", "")).startswith("transformers.")
+    ]
 
 
-def drawing(owner: Any) -> str:
-    """The class of a part of a model that is in training mode and may draw random numbers there; ""
-    without.
+def drawing(modules: Iterable[Any]) -> str:
+    """The class of a module that is in training mode and may draw random numbers there; "" without.
 
     Steps over pages have no dropout, and a capture draws numbers that no token is made of.
     """
     return next(
-        (
-            type(module).__name__
-            for module in modules_in(owner)
-            if module.training and _draws(module)
-        ),
+        (type(module).__name__ for module in modules if module.training and _draws(module)),
         "",
     )
 
@@ -303,7 +304,10 @@ def _draws(module: Any) -> bool:
 
 
 def _left_padded(mask: Tensor | None) -> bool:
-    """Does each row of a 2-D mask `[B, S]` end in its ones? The host waits for the device."""
-    return mask is None or (
-        mask.dim() == 2 and bool((mask[:, 1:].bool() >= mask[:, :-1].bool()).all())
-    )
+    """Does each row of a 2-D mask `[B, S]` end in its ones? The host reads it."""
+    if mask is None:
+        return True
+    if mask.dim() != 2:
+        return False
+    seen = on_host(mask)
+    return bool((seen[:, 1:] >= seen[:, :-1]).all())
