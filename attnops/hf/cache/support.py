@@ -12,7 +12,6 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.models.attention_modules import Match, Site
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
-from attnops.hf.models.methods import preorder
 from attnops.hf.private import PREPARE, changed
 from attnops.nn.latent import absorbed_weights
 from attnops.ops.pages.plan import paged_layers
@@ -66,19 +64,19 @@ def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.devi
     has none.
     """
     placed: Tensor | None = None
-    parts = (module,) if model is None else (module, model)
-    for each in chain.from_iterable(map(preorder, parts)):
+    dtype: torch.dtype | None = None
+    waiting = [module] if model is None else [model, module]
+    while waiting and dtype is None:
+        each = waiting.pop()
         own = [p for p in each._parameters.values() if p is not None]
-        if own and placed is None:
-            placed = own[0]
-        if (dtype := _dtype_of(own)) is not None:
-            break
-    else:
-        dtype = torch.get_default_dtype()
+        if own:
+            placed = own[0] if placed is None else placed
+            dtype = _dtype_of(own)
+        waiting += [inner for inner in reversed(each._modules.values()) if inner is not None]
     device = torch.device("cpu") if placed is None else placed.device
     if device.type == "meta":
         device = _runs_on(module, device)
-    return device, dtype
+    return device, torch.get_default_dtype() if dtype is None else dtype
 
 
 def _runs_on(module: nn.Module, device: torch.device) -> torch.device:
@@ -93,7 +91,7 @@ def _dtype_of(own: Sequence[Tensor]) -> torch.dtype | None:
     """That of the first weight of one module, where none is quantised."""
     dtypes = [p.dtype for p in own]
     # A module with weights of one byte also has their scales, often float32 in any layer.
-    if any(dtype.itemsize <= 1 for dtype in dtypes):
+    if min(dtype.itemsize for dtype in dtypes) <= 1:
         return None
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 

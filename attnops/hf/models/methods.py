@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -22,20 +22,6 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
                 found[id(module)] = module
                 waiting.append(module)
     return list(found.values())
-
-
-def preorder(model: nn.Module) -> Iterator[nn.Module]:
-    """Those of `model.modules()`, in its order; in a fraction of its time where the first will
-    do."""
-    met: set[int] = set()
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in met:
-            continue
-        met.add(id(module))
-        yield module
-        waiting += [m for m in reversed(module._modules.values()) if m is not None]
 
 
 class Method:

@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attnops.core.eager_cache import guards_of
 from attnops.core.errors import InvalidInput, fail
 from attnops.hf.models.methods import modules_in
 from attnops.hf.steps.around import flags, global_hooks
 from attnops.hf.steps.forward_code import Code
 from attnops.hf.steps.values import Getter, Itself, Unknown, Values, address, getter
 from attnops.nn.absorb import HELD, INTERNAL, PLAIN
+from attnops.nn.steady import is_linear
 
 # What torch's linear holds and its forward does not read.
 _UNREAD = ("in_features", "out_features")
@@ -56,7 +58,7 @@ class Glance:
         self._places: list[tuple[int, Sequence[str]]] = []
         self._found: list[Any] = []
         self._forwards: list[Any] = []
-        self._layout: Callable[[type, tuple[str, ...]], Layout] = functools.cache(_layout)
+        self._layout: Callable[[type, tuple[str, ...], bool], Layout] = functools.cache(_layout)
         for number, module in enumerate(self._modules):
             self._take(number, module)
         self._code = self._walk(before)
@@ -81,7 +83,7 @@ class Glance:
 
     def _take(self, number: int, module: nn.Module) -> None:
         own, kind = vars(module), type(module)
-        names, read = self._layout(kind, tuple(own))
+        names, read = self._layout(kind, tuple(own), is_linear(module))
         self._values.watch(own, *read)
         hooks, before = own["_forward_hooks"], own["_forward_pre_hooks"]
         self._found.append((id(module), kind, own["training"], tuple(hooks), tuple(before)))
@@ -149,12 +151,16 @@ class Glance:
         self._plain = plain and not any(HELD in own for own in owned)
         if self._plain:
             self._values.keep()
-            self._seen = self._look()
+            self._alike = guards_of(tuple(held))
+            self._seen = self._look(held)
 
     def same(self) -> bool:
         """Has nothing changed? False may also be the answer where only what does not count has."""
         try:
-            unchanged = self._plain and not any(self._empty) and self._look() == self._seen
+            if not self._plain or any(self._empty):
+                return False
+            held = self._held()
+            unchanged = self._look(held) == self._seen and self._alike.check(*held)
             return unchanged and self._values.same() and self._code.same()
         except Exception:  # attributes that cannot be compared, or are gone
             return False
@@ -164,14 +170,10 @@ class Glance:
         every = _flat(self._tensors) + self._values.tensors + self._code.values.tensors
         return [t for t in every if t is not None]
 
-    def _look(self) -> tuple[Any, ...]:
-        found = self._held()
+    def _look(self, held: list[Tensor]) -> tuple[Any, ...]:
+        """held: all tensors, whose types, dtypes and layouts `_alike` compares."""
         return (
-            list(map(Tensor.data_ptr, found)),
-            [t.shape for t in found],
-            list(map(Tensor.stride, found)),
-            [t.dtype for t in found],
-            list(map(type, found)),
+            list(map(Tensor.data_ptr, held)),
             list(map(type, self._modules)),
             _flat(self._inside),
             flags(),
@@ -187,12 +189,12 @@ def _kind(value: Any) -> Any:
     return value if isinstance(value, (type, Itself)) else None
 
 
-def _layout(kind: type, held: tuple[str, ...]) -> Layout:
+def _layout(kind: type, held: tuple[str, ...], linear: bool) -> Layout:
     """For a class of modules that hold these names. Sorted, for one may be taken away and set
-    again."""
-    unread = _NOT_READ.union(_UNREAD) if kind is nn.Linear else _NOT_READ
+    again. linear: is it torch's?"""
+    unread = _NOT_READ.union(_UNREAD) if linear else _NOT_READ
     names = sorted(name for name in held if name not in unread)
-    return names, () if kind is nn.Linear and not names else (getter(["training", *names]),)
+    return names, () if linear and not names else (getter(["training", *names]),)
 
 
 def _flat(dicts: Iterable[dict[str, Any]]) -> list[Any]:

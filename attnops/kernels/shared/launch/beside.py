@@ -198,6 +198,9 @@ class Beside:
     ) -> bool:
         """Is this launch noted, and not to be made? If it is to be made, wait for a thread that
         compiles its kernel."""
+        noted: list[Launch] | None = getattr(self._here, "noted", None)
+        if noted is None and not self._compiles(kernel):
+            return False
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         launch = Launch(
             kernel,
@@ -206,7 +209,6 @@ class Beside:
             {name: _pointed(x) for name, x in given.items()},
             device,
         )
-        noted: list[Launch] | None = getattr(self._here, "noted", None)
         if noted is not None:
             noted.append(launch)
             return True
@@ -218,6 +220,11 @@ class Beside:
         if found is not None:
             found.done.wait()
         return False
+
+    def _compiles(self, kernel: Any) -> bool:
+        """Is there a launch of it that is not yet compiled?"""
+        with self._lock:
+            return any(number == id(kernel) for number, *_ in self._launches)
 
     def _note(self, noted: list[Launch] | None, more: int) -> None:
         self._here.noted = noted

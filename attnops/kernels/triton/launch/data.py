@@ -110,7 +110,7 @@ def write_latent_packed(call: sparse.WriteLatentPacked) -> None:
     if slots.shape[0] == 0 or pages.shape[0] == 0:
         return
     gpu, (tokens, dims), (count, page, _) = gpu_of(slots), latent.shape, pages.shape
-    rows = tiles.store_tile(tokens, [GROUP], latent.dtype.itemsize, gpu.multiprocessors).rows
+    rows = tiles.store_tile(tokens, (GROUP,), latent.dtype.itemsize, gpu.multiprocessors).rows
     args = (
         slots,
         slots.stride(0),
@@ -184,7 +184,7 @@ def _copy_through(pool: Tensor, index: tuple[Any, ...]) -> None:
     layers, _, page, heads, dim = pool.shape
     entries, columns = index[4], heads * dim
     tile = tiles.store_tile(
-        entries * layers, [columns], pool.dtype.itemsize, gpu_of(pool).multiprocessors
+        entries * layers, (columns,), pool.dtype.itemsize, gpu_of(pool).multiprocessors
     )
     at_once = tiles.layers_at_once(layers, entries, columns * pool.dtype.itemsize)
     scratch = pool.new_empty(at_once * entries * columns)

@@ -6,7 +6,7 @@ Serving never tunes: `BYTES` and `WARPS` are the committed table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 from attnops.kernels.shared.sizes import power
@@ -37,6 +37,7 @@ class Tile(NamedTuple):
     warps: int
 
 
+@functools.lru_cache(1024)
 def block(columns: int) -> int:
     """Columns of a program: the widest power of two with at most an eighth of the columns past the
     row's end, or that of the whole row."""
@@ -48,7 +49,8 @@ def block(columns: int) -> int:
     return wide[0] if wide else min(power(columns), WIDEST)
 
 
-def store_tile(rows: int, columns: Sequence[int], itemsize: int, sms: int) -> Tile:
+@functools.lru_cache(1024)
+def store_tile(rows: int, columns: tuple[int, ...], itemsize: int, sms: int) -> Tile:
     """For `rows` rows of sets of `columns` numbers of `itemsize` bytes, on `sms`
     multiprocessors."""
     total = rows * sum(columns) * itemsize
