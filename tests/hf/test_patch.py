@@ -60,6 +60,19 @@ def test_unpatch_leaves_nothing(name, cache):
         assert torch.equal(generated(model, new=3), want)
 
 
+def test_a_method_has_the_signature_of_the_one_it_stands_for(monkeypatch):
+    """transformers asks for it at every call, and the class may have another meanwhile."""
+    model = tiny.model("llama")
+
+    def other(self, these): ...
+
+    with attnops.patch(model):
+        before = inspect.signature(model.generate)
+        assert inspect.signature(model.generate) is before and "inputs" in before.parameters
+        monkeypatch.setattr(type(model), "generate", other)
+        assert [*inspect.signature(model.generate).parameters] == ["these"]
+
+
 def test_a_second_call_gives_the_same_handle():
     model = tiny.model("llama")
     handle = attnops.patch(model)

@@ -14,9 +14,10 @@ import attnops
 from attnops.core.errors import InvalidInput
 from attnops.graphs.compile_pieces import Program
 from attnops.graphs.per_layer import NotRegional, Regions
-from attnops.hf import tiny
+from attnops.hf import page_model, tiny
 from attnops.hf.cache.names import named
-from attnops.hf.steps import prompt
+from attnops.hf.models.methods import modules_in
+from attnops.hf.steps import graphed_steps, model_state, prompt
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import Failing, beside, generated, logits
 from tests.hf.helpers import relative, tokens
@@ -125,6 +126,40 @@ def test_one_graph_of_a_size_serves_other_weights_after_a_change():
         assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
         pair.change(lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU()))
         assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
+
+
+def test_a_captured_prompt_walks_the_model_once_and_reads_its_mask_once(monkeypatch):
+    walks, reads, to = [], [], torch.Tensor.to
+
+    def walked(model):
+        walks.append(model)
+        return modules_in(model)
+
+    def read(x, *args, **more):
+        reads.extend([x] if args == ("cpu", torch.bool) else [])
+        return to(x, *args, **more)
+
+    with first() as pair:
+        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+        for module in (page_model, graphed_steps, model_state):
+            monkeypatch.setattr(module, "modules_in", walked)
+        monkeypatch.setattr(torch.Tensor, "to", read)
+        generated(pair.model, 2, 14, 1)
+        assert pair.took.prompt == "captured" and len(walks) == len(reads) == 1
+
+
+def test_a_mask_that_a_hook_changes_is_read_again():
+    """The host has read it when pages were chosen."""
+
+    def spoil(module, args, given):
+        given["attention_mask"][1, 6] = 0
+
+    with first() as pair:
+        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+        changes = pair.model.register_forward_pre_hook(spoil, with_kwargs=True)
+        with changes, pytest.raises(InvalidInput, match="zeros on the left"):
+            generated(pair.model, 2, 14, 1)
+        pair.same(2, 14, 1)
 
 
 class Counts(nn.Module):

@@ -113,6 +113,31 @@ def test_launches_of_one_compiled_kernel_are_compiled_once(other, alike):
     assert len(compiler.built) == 1 + (not alike)
 
 
+def test_what_was_compiled_is_not_begun_again():
+    """As for new pages. Else each launch would be looked at while threads find it compiled."""
+    compiler, kernel, given = Compiler(), Kernel(), {"rows": 32, "WIDE": 8}
+    found = begun(Beside(compiler), (kernel, X, given))
+    settled(found)
+    begun(found, (kernel, X, given))
+    assert not found.looks and len(compiler.built) == 1
+
+
+class Unread:
+    """An argument that is not to be looked at."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} is read")
+
+
+def test_a_launch_of_another_kernel_than_those_that_are_compiled_is_not_looked_at():
+    compiler = Compiler(held=True)
+    found = begun(Beside(compiler), (Kernel(), X, {}))
+    assert compiler.began.acquire(timeout=LIMIT)
+    assert found.looks and not found.takes(Kernel(), (1,), (Unread(),), {"x": Unread()})
+    compiler.free.set()
+    settled(found)
+
+
 def test_a_launch_does_not_wait_for_a_thread_that_has_not_begun():
     compiler, kernels = Compiler(held=True), [Kernel() for _ in range(beside.MOST_THREADS + 1)]
     found = begun(Beside(compiler), *((kernel, None, {}) for kernel in kernels))

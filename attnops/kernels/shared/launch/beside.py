@@ -161,6 +161,7 @@ class Beside:
         self._lock = threading.Lock()
         self._launches: dict[tuple[Any, ...], Launch] = {}  # whose kernels are not yet compiled
         self._waiting: deque[Launch] = deque()  # those that no thread has begun
+        self._built: set[tuple[Any, ...]] = set()  # those that threads have compiled
         self._threads = self._noting = 0
         self._started = False
         self._here = threading.local()
@@ -240,9 +241,10 @@ class Beside:
         if not hasattr(launch.kernel, "_hash_lock"):
             return
         with self._lock:
-            if launch.key in self._launches:
+            key = launch.key
+            if key in self._launches or key in self._built:
                 return
-            self._launches[launch.key] = launch
+            self._launches[key] = launch
             self._waiting.append(launch)
             self._look()
             starts = self._threads < MOST_THREADS
@@ -258,6 +260,7 @@ class Beside:
         while (launch := self._next()) is not None:
             try:
                 self._build(launch)
+                self._built.add(launch.key)
             except Exception as error:
                 log.debug("a kernel is compiled at its launch: %s", error)
             finally:
