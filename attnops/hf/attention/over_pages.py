@@ -209,11 +209,12 @@ def attend_keys(
         _refuse_window(layer, found.window_left, window)
     view = cache.view(layer, found.start, count, heads)
     k_pages, v_pages = view.pages
-    # Under autocast the query has another dtype than the pages.
+    query = request.query.transpose(1, 2)
+    key = request.key[0].transpose(1, 2)
+    value = request.value[0].transpose(1, 2)
     stored = k_pages.dtype
-    query = request.query.transpose(1, 2).to(stored)
-    key = request.key[0].transpose(1, 2).to(stored)
-    value = request.value[0].transpose(1, 2).to(stored)
+    if query.dtype != stored or key.dtype != stored or value.dtype != stored:  # under autocast
+        query, key, value = query.to(stored), key.to(stored), value.to(stored)
     step = _Step(request, found, view, query, key, value)
     if view.one_launch and count == 1:
         out = _in_one_launch(step)
@@ -221,10 +222,11 @@ def attend_keys(
         return out.view(batch, count, heads, out.shape[2]).to(request.query.dtype)
     # Copied before the step overwrites the pages of the window.
     behind = None if view.past is None else _with_window(step, view.past)
-    write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, view.batch.slots)
+    new = key.flatten(0, 1), value.flatten(0, 1)
+    write_kv(*new, k_pages, v_pages, view.batch.slots)
     _wrote(cache, layer)
     if view.fresh and (view.packed or _packs(step, dense, varlen)):
-        out = _packed(step, varlen)
+        out = _packed(step, new, varlen)
     elif behind is not None or (view.fresh and count > 1):
         out = _alone(step, behind, dense)
     else:
@@ -261,13 +263,13 @@ def _packs(step: _Step, dense: str | None, varlen: str | None) -> bool:
     return several and _is_whole(step) and descriptor.far(step.query.device) and not forced
 
 
-def _packed(step: _Step, kernel: str | None) -> Tensor:
-    """The rows' own tokens attend to each other, as packed requests."""
+def _packed(step: _Step, new: tuple[Tensor, Tensor], kernel: str | None) -> Tensor:
+    """The rows' own tokens attend to each other, as packed requests. new: their keys and values
+    `[T, H, D]`."""
     starts, count = step.view.batch.cu_seqlens_q, step.query.shape[1]
     out: Tensor = varlen_attention(
         step.query.flatten(0, 1),
-        step.key.flatten(0, 1),
-        step.value.flatten(0, 1),
+        *new,
         starts,
         starts,
         max_seqlen_q=count,
