@@ -326,44 +326,26 @@ def padding_of(
     no token. The host waits for the device once; for fresh pages only where it has not read the
     mask. Raises InvalidInput.
     """
-    if fresh and rows <= pages.pad.shape[0] and columns <= pages.sizes.length:
-        starts = [0] * rows if mask is None else _starts_of(mask, rows, columns)
-        if starts is not None:
-            if (generation := current_generation()) is not None:
-                generation.checked = pages.pad
-            start = pages.upload(starts) if any(starts) else pages.pad.new_zeros(rows)
-            return start, [0, *starts]
-    return _read_padding(
-        Request(
-            "auto",
-            rows,
-            columns,
-            pages.sizes.length,
-            pages.seen,
-            attention_mask=None if mask is None else mask.bool(),
-        ),
-        pages.pad,
-    )
+    padding = None if mask is None else mask.bool()
+    request = Request("auto", rows, columns, pages.sizes.length, pages.seen, attention_mask=padding)
+    if not fresh:
+        return _read_padding(request, pages.pad)
+    known = torch.zeros(rows, dtype=torch.int64, device="cpu")
+    return _read_padding(request, pages.pad, (0, known, None if mask is None else on_host(mask)))
 
 
-def _starts_of(mask: Tensor, rows: int, columns: int) -> list[int] | None:
-    """The padding of each row of the first tokens in pages; None where `_read_padding` says what is
-    wrong. mask: `[rows, columns]`, which the host reads."""
-    if mask.dim() != 2 or mask.shape[0] != rows:
-        return None
-    seen = on_host(mask)
-    if seen.shape[1] >= columns and bool(seen[:, :columns].all()):
-        return [0] * rows
-    request = Request("auto", rows, columns, columns, 0, attention_mask=seen)
-    start, run = _run(request, seen.new_zeros(rows, dtype=torch.int64), columns)
-    return start.tolist() if bool(run.all()) else None
+_Read = tuple[int, Tensor, Tensor | None]
+"""On the CPU: positions so far, the padding of each row, the 2-D mask."""
 
 
-def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
+def _read_padding(
+    request: Request, known: Tensor, read: _Read | None = None
+) -> tuple[Tensor, list[int]]:
     """(int64 `[B]`, the padding of each row; the positions so far and that padding as numbers,
     where the host reads them, else []).
 
-    known: `[rows]`, the padding so far, EMPTY for a row that the last step did not have.
+    known: `[rows]`, the padding so far, EMPTY for a row that the last step did not have. read: what
+    the host knows already.
     """
     batch, queries = request.batch_size, request.q_length
     if batch > known.shape[0]:
@@ -374,17 +356,17 @@ def _read_padding(request: Request, known: Tensor) -> tuple[Tensor, list[int]]:
     unseen = tracing(high)
     generation = None if unseen else current_generation()
     checked = getattr(generation, "checked", None) is own
-    fits = high <= request.kv_length
     one = queries == 1 and far(known.device)
     if checked and _is_after_prompt(request, generation, one):
-        assert_async(fits, _STOP)
+        assert_async(high <= request.kv_length, _STOP)
         return known, []
     # The host checks a prompt of one token as well: all later steps rely on that.
     if unseen or (one and request.mode != "compact" and (generation is None or checked)):
         start, run = _run(request, known, high)
+        fits = high <= request.kv_length
         assert_async((run & _same(start, known, seen)).all() & fits, _STOP)
         return start, []
-    past, before, shown = _on_host(request, known, seen)
+    past, before, shown = read or _on_host(request, known, seen)
     start, run = _run(request._replace(attention_mask=shown), before, past + queries)
     if past + queries > request.kv_length:
         want = f"at most {request.kv_length} positions, the room of this cache"
@@ -417,8 +399,8 @@ def _same(start: Tensor, known: Tensor, seen: Tensor | int) -> Tensor:
     return torch.where(known >= seen, start >= seen, start == known)
 
 
-def _on_host(request: Request, known: Tensor, seen: Tensor) -> tuple[int, Tensor, Tensor | None]:
-    """`seen`, `known` and the mask on the CPU. The host waits for the device once."""
+def _on_host(request: Request, known: Tensor, seen: Tensor) -> _Read:
+    """The host waits for the device once."""
     padding = request.attention_mask
     given = [seen.reshape(1), known]
     if padding is not None:

@@ -254,12 +254,10 @@ def hooked_by_row(hooks: list[tuple[Any, Any]]) -> str:
     return ""
 
 
-def hooks_on(module: Any) -> list[Any]:
-    """The hooks on this module alone that are not ours."""
+def hooks_on(module: Any, known: tuple[str, ...] = ("attnops.",)) -> list[Any]:
+    """The hooks on this module alone that are of none of these packages: by default not ours."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return [
-        hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("attnops.")
-    ]
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(known)]
 
 
 def runs_hooks(model: Any) -> bool:
@@ -275,8 +273,7 @@ def hooks_within(owner: Any, modules: Iterable[Any]) -> list[tuple[Any, Any]]:
         (module, hook)
         for module in hooked
         if module is not owner
-        for hook in hooks_on(module)
-        if not str(getattr(hook, "__module__", "")).startswith("transformers.")
+        for hook in hooks_on(module, ("attnops.", "transformers."))
     ]
 
 
