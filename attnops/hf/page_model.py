@@ -50,7 +50,7 @@ from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.generation import Generation, current_generation, running_generation
 from attnops.hf.models.attention_modules import Match
 from attnops.hf.models.latents import dims_of
-from attnops.hf.models.methods import Method, modules_in
+from attnops.hf.models.methods import Method, walk
 from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
@@ -61,8 +61,8 @@ from attnops.hf.steps.prompt import is_prompt
 from attnops.hf.steps.reasons import (
     Call,
     Reason,
+    callers_hooks,
     drafts,
-    hooks_within,
     refuse_given,
     why_unpaged,
     why_unpaged_unasked,
@@ -403,7 +403,7 @@ class PagedMode:
         mask = model_kwargs.get("attention_mask")
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
-        modules = modules_in(self._owner)
+        within = walk(self._owner)
         call = Call(
             self._owner,
             generation_config,
@@ -411,8 +411,8 @@ class PagedMode:
             model_kwargs,
             self._elsewhere(),
             self.blocks,
-            modules,
-            hooks_within(self._owner, modules),
+            callers_hooks(within.hooked),
+            within.training,
         )
         rows, passed = batch_size * call.copies, isinstance(given, PagedModelCache)
         relisted = self._relisted(passed)

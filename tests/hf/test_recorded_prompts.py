@@ -16,7 +16,7 @@ from attnops.graphs.compile_pieces import Program
 from attnops.graphs.per_layer import NotRegional, Regions
 from attnops.hf import page_model, tiny
 from attnops.hf.cache.names import named
-from attnops.hf.models.methods import modules_in
+from attnops.hf.models import methods
 from attnops.hf.steps import graphed_steps, model_state, prompt
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import Failing, beside, generated, logits
@@ -133,7 +133,7 @@ def test_a_captured_prompt_walks_the_model_once_and_reads_its_mask_once(monkeypa
 
     def walked(model):
         walks.append(model)
-        return modules_in(model)
+        return methods.walk(model)
 
     def read(x, *args, **more):
         reads.extend([x] if args == ("cpu", torch.bool) else [])
@@ -141,8 +141,9 @@ def test_a_captured_prompt_walks_the_model_once_and_reads_its_mask_once(monkeypa
 
     with first() as pair:
         assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
-        for module in (page_model, graphed_steps, model_state):
-            monkeypatch.setattr(module, "modules_in", walked)
+        monkeypatch.setattr(page_model, "walk", walked)
+        for module, name in ((graphed_steps, "walk"), (model_state, "modules_in")):
+            monkeypatch.delattr(module, name)
         monkeypatch.setattr(torch.Tensor, "to", read)
         generated(pair.model, 2, 14, 1)
         assert pair.took.prompt == "captured" and len(walks) == len(reads) == 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,6 +22,34 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
                 found[id(module)] = module
                 waiting.append(module)
     return list(found.values())
+
+
+class Walk(NamedTuple):
+    """Modules of a model: those with hooks around their forward, but for the model itself, and
+    those in training mode."""
+
+    hooked: list[nn.Module]
+    training: list[nn.Module]
+
+
+def walk(model: nn.Module) -> Walk:
+    """One walk for all questions: each touches memory that the model's own run has taken out of the
+    caches."""
+    found, waiting = {id(model)}, [model._modules]
+    within = Walk([], [model] if model.training else [])
+    while waiting:
+        for module in waiting.pop().values():
+            if module is None or id(module) in found:
+                continue
+            found.add(id(module))
+            own = vars(module)
+            if own["_modules"]:
+                waiting.append(own["_modules"])
+            if own["_forward_pre_hooks"] or own["_forward_hooks"]:
+                within.hooked.append(module)
+            if module.training:
+                within.training.append(module)
+    return within
 
 
 class Method:

@@ -16,14 +16,14 @@ from attnops.graphs.traced import Traced
 from attnops.hf import not_fast
 from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import PagedModelCache
-from attnops.hf.models.methods import modules_in
+from attnops.hf.models.methods import walk
 from attnops.hf.steps.around import function_modes
 from attnops.hf.steps.calls import step_of
 from attnops.hf.steps.collectives import without_collectives
 from attnops.hf.steps.compiled_layers import layered
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
-from attnops.hf.steps.reasons import HOOKED, drawing, hooks_of_the_caller, hooks_within
+from attnops.hf.steps.reasons import HOOKED, callers_hooks, drawing, hooks_of_the_caller
 from attnops.lowering import (
     Product,
     fuse_norm_linear_pass,
@@ -88,7 +88,7 @@ def graphed_steps(
 
 def options_of(model: Any, how: Decode) -> dict[str, Any]:
     """The arguments of `Graphed` that graphs of steps and of prompts share."""
-    watch, draws = partial(watched, model), bool(drawing(modules_in(model)))
+    watch, draws = partial(watched, model), bool(drawing(walk(model).training))
     return {
         "batch": None,
         "returns": "requests",
@@ -116,7 +116,7 @@ def against_graphs(model: Any, unknown: str) -> str:
     `Glance`."""
     if modes := function_modes():
         return f"the function mode {modes[0]} sees each operation of a step"
-    if hooked := hooks_of_the_caller(hooks_within(model, modules_in(model))):
+    if hooked := hooks_of_the_caller(callers_hooks(walk(model).hooked)):
         return HOOKED.format(hooked)
     if unknown:
         not_fast.warn(model, not_fast.GRAPHS, f"{unknown}, which cannot be compared")

@@ -71,7 +71,7 @@ class Call(NamedTuple):
     model_kwargs.
     elsewhere: an attention to which a layer was switched. blocks: may tokens of an image see each
     other both ways?
-    modules: all of the model. hooks: of `hooks_within`.
+    hooks: of `callers_hooks`. training: modules in training mode.
     """
 
     owner: Any
@@ -80,8 +80,8 @@ class Call(NamedTuple):
     given: dict[str, Any]
     elsewhere: str | None
     blocks: bool
-    modules: list[Any]
     hooks: list[tuple[Any, Any]]
+    training: list[Any]
 
     @property
     def beams(self) -> int:
@@ -158,7 +158,7 @@ def _why_random(call: Call) -> Iterator[Reason]:
     """Training mode, of the model or of a part of it that draws random numbers there."""
     if call.owner.training:
         yield Reason("the model is in training mode")
-    elif dropping := drawing(call.modules):
+    elif dropping := drawing(call.training):
         yield Reason(f"dropout is on in {dropping}, which is in training mode")
 
 
@@ -233,7 +233,7 @@ def prepares(owner: Any) -> bool:
 
 def hooks_of_the_caller(hooks: list[tuple[Any, Any]]) -> str:
     """The class of a module of a model with hooks that are neither ours nor transformers', which no
-    replay runs; "" without. hooks: of `hooks_within`."""
+    replay runs; "" without. hooks: of `callers_hooks`."""
     if global_hooks():
         return "every module"
     return type(hooks[0][0]).__name__ if hooks else ""
@@ -241,7 +241,7 @@ def hooks_of_the_caller(hooks: list[tuple[Any, Any]]) -> str:
 
 def hooked_by_row(hooks: list[tuple[Any, Any]]) -> str:
     """The class of a module of a model with hooks that hand it something for each row of one batch;
-    "" without. hooks: of `hooks_within`.
+    "" without. hooks: of `callers_hooks`.
 
     They fit no batch of another size: the step by which the first cache of a model is measured, or
     a graph with rows of padding.
@@ -265,27 +265,22 @@ def runs_hooks(model: Any) -> bool:
     return bool(hooks_on(model) or global_hooks())
 
 
-def hooks_within(owner: Any, modules: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Each hook on these modules, but for `owner`, that is neither ours nor transformers', with its
-    module."""
-    hooked = [each for each in modules if each._forward_pre_hooks or each._forward_hooks]
+def callers_hooks(hooked: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Each hook on these modules that is neither ours nor transformers', with its module."""
     return [
         (module, hook)
         for module in hooked
-        if module is not owner
         for hook in hooks_on(module, ("attnops.", "transformers."))
     ]
 
 
-def drawing(modules: Iterable[Any]) -> str:
-    """The class of a module that is in training mode and may draw random numbers there; "" without.
+def drawing(training: Iterable[Any]) -> str:
+    """The class of a module that may draw random numbers in training mode, in which these modules
+    are; "" without.
 
     Steps over pages have no dropout, and a capture draws numbers that no token is made of.
     """
-    return next(
-        (type(module).__name__ for module in modules if module.training and _draws(module)),
-        "",
-    )
+    return next((type(module).__name__ for module in training if _draws(module)), "")
 
 
 def _draws(module: Any) -> bool:
