@@ -42,10 +42,9 @@ def walk(model: nn.Module) -> Walk:
             if module is None or id(module) in found:
                 continue
             found.add(id(module))
-            own = vars(module)
-            if own["_modules"]:
-                waiting.append(own["_modules"])
-            if own["_forward_pre_hooks"] or own["_forward_hooks"]:
+            if inside := module._modules:
+                waiting.append(inside)
+            if module._forward_pre_hooks or module._forward_hooks:
                 within.hooked.append(module)
             if module.training:
                 within.training.append(module)
