@@ -276,7 +276,7 @@ class OneSize(AsItRuns):
     """Runs code that calls its layers through `kinds` itself. Each bucket is recorded by itself."""
 
     def __init__(self, kinds: Kinds) -> None:
-        self._kinds = kinds
+        self._kinds, self._watched = kinds, False
 
     def trace(self, bucket: Bucket) -> str:
         return str(bucket)
@@ -293,11 +293,14 @@ class OneSize(AsItRuns):
             return super().run(options, bucket, values)
 
     def prepare(self, options: Options, bucket: Bucket, values: Values) -> None:
-        """Record the layers, and run their own code once more to see whether it changes more than
-        tensors: a capture does not run it."""
+        """Record the layers. Also run their own code once, of the first bucket, to see whether it
+        changes more than tensors: a capture does not run it."""
         self.run(options, bucket, values)
+        if self._watched:
+            return
         with self._kinds.way("own"), options.watch():
             super().run(options, bucket, values)
+        self._watched = True
 
 
 class _NoGuards:

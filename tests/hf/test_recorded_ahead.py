@@ -67,6 +67,17 @@ def test_layers_of_the_first_step_are_recorded_before_the_prompt(events):
         assert recorded(events) == ["prompt", "step", "step"]
 
 
+def test_layers_of_further_sizes_are_recorded_with_their_graphs(events):
+    """Of many lengths, most come once. Kernels are those of the first size."""
+    with first() as pair:
+        pair.same(2, 9, 1)
+        events.clear()
+        assert pair.same(2, 60, 1).prompt == "" and recorded(events) == ["prompt"]
+        events.clear()
+        assert pair.same(2, 60, 1).prompt == "captured"
+        assert recorded(events) == ["prompt", "LlamaDecoderLayer"]
+
+
 def test_kernels_begin_in_the_order_of_their_launches(events):
     """All that the step launches, before the prompt."""
     with first() as pair:
@@ -126,9 +137,11 @@ def counted(monkeypatch):
 
 
 def test_a_capture_does_once_what_equal_layers_share(counted):
-    """A whole forward is captured, and one of the layers' own code is watched."""
+    """A whole forward is captured, and at the first size one of the layers' own code is watched."""
+    once = {"of_module": 6, "_differs": 1, "run": 1 + 1 + 6}
     with first(tiny.model("llama", num_hidden_layers=6)) as pair:
-        assert pair.same(2, 14, 1).prompt == ""
-        counted.clear()
-        assert pair.same(2, 14, 1).prompt == "captured", pair.decoder.prompts.why
-    assert counted == {"of_module": 6, "_differs": 1, "__call__": 4 * 6, "run": 1 + 1 + 6}
+        for length, counts in ((14, {"__call__": 4 * 6}), (60, {"__call__": 3 * 6, "record": 1})):
+            assert pair.same(2, length, 1).prompt == ""
+            counted.clear()
+            assert pair.same(2, length, 1).prompt == "captured", pair.decoder.prompts.why
+            assert counted == {**once, **counts}

@@ -117,6 +117,7 @@ class Prompts:
         self._replayed = False  # did a graph run a chunk of it?
         self._recorded = False  # did its layers need no compiler?
         self.due: tuple[Over, int] | None = None
+        self._begun = False  # were the layers of a size recorded?
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
@@ -258,17 +259,17 @@ class Prompts:
             return _NO_ROOM
         if over.chunks(part.size) > after:
             return over
-        if over.recorded:
+        if over.recorded and not self._begun:
             self.due = over, part.size
         return _early(after)
 
     def begin(self) -> None:
-        """Record the layers of a size whose first prompt the model's own layers have run, so that
-        the second one finds them, and begin to compile their kernels. The device runs the prompt
-        meanwhile."""
+        """Record the layers of the first size, while the device runs its first prompt, and begin to
+        compile their kernels, which later sizes share. Those are recorded with their graphs: of
+        many lengths, most come once."""
         if self.due is None:
             return
-        (over, tokens), self.due = self.due, None
+        (over, tokens), self.due, self._begun = self.due, None, True
         some = over.cache.state.pages.seen.new_zeros
         padding, counts = some(tokens), some(over.cache.max_batch)
         given = {"tokens": padding, "positions": padding, "counts": counts, "cache": over.cache}
