@@ -365,9 +365,7 @@ class PagedMode:
         if logits is None:
             decoder.look = True
             out = method.original(*args, **kwargs)
-            if decoder.prompts.due is not None:
-                with decoder.turn:
-                    decoder.prompts.begin()
+            decoder.prompts.begin(decoder.turn)
             return out
         if generation is not None:
             generation.layers = decoder.prompts.took

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -263,18 +263,22 @@ class Prompts:
             self.due = over, part.size
         return _early(after)
 
-    def begin(self) -> None:
+    def begin(self, turn: AbstractContextManager[Any]) -> None:
         """Record the layers of the first size, while the device runs its first prompt, and begin to
         compile their kernels, which later sizes share. Those are recorded with their graphs: of
-        many lengths, most come once."""
+        many lengths, most come once.
+
+        turn: a thread's, to use the graphs.
+        """
         if self.due is None:
             return
-        (over, tokens), self.due, self._begun = self.due, None, True
-        some = over.cache.state.pages.seen.new_zeros
-        padding, counts = some(tokens), some(over.cache.max_batch)
-        given = {"tokens": padding, "positions": padding, "counts": counts, "cache": over.cache}
-        with suppress(Exception):  # the capture raises it
-            over.graphed.begin(**given)
+        with turn:
+            (over, tokens), self.due, self._begun = self.due, None, True
+            some = over.cache.state.pages.seen.new_zeros
+            padding, counts = some(tokens), some(over.cache.max_batch)
+            given = {"tokens": padding, "positions": padding, "counts": counts, "cache": over.cache}
+            with suppress(Exception):  # the capture raises it
+                over.graphed.begin(**given)
 
     def _tried(
         self,
