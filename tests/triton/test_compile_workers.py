@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from attnops.kernels.shared.launch import compile_workers
@@ -28,7 +30,7 @@ def stored(slots=128, dtype=torch.bfloat16, **more):
 
 
 @contextmanager
-def empty(folder):
+def empty(folder, most_s=120):
     """(workers as on a machine with many processors, with an empty cache, and the processes that
     are started in the block)."""
     begun, start = [], subprocess.Popen
@@ -39,8 +41,9 @@ def empty(folder):
 
     with (
         patch.dict(os.environ, {"TRITON_CACHE_DIR": str(folder)}),
-        patch.object(compile_workers, "LEAST_CPUS", 1),
+        patch.object(compile_workers, "LEAST_CPUS", 0),
         patch.object(subprocess, "Popen", popen),
+        patch.object(compile_workers, "MOST_S", most_s),
     ):
         found = compile_workers.Workers()
         yield found, begun
@@ -86,7 +89,8 @@ def test_a_process_that_has_ended_is_replaced(tmp_path):
     with empty(tmp_path) as (workers, begun):
         workers.start(1, SM90)
         begun[0].kill()
-        begun[0].wait()
+        while begun[0].poll() is None:
+            time.sleep(0.01)
         workers.compile(stored(), SM90)
         workers.compile(stored(slots=3), SM90)
         assert len(begun) == 2
@@ -100,6 +104,48 @@ def test_a_kernel_that_no_process_can_compile_is_left(tmp_path):
             workers.compile(launch, SM90)
         assert len(begun) == 1
         workers.compile(stored(HARDWARE=lambda: True), SM90)  # which pickle does not take
+        # Which pickle takes, and a process without torch cannot read.
+        workers.compile(stored(A_AS=torch.bfloat16), SM90)
+        workers.compile(stored(slots=3), SM90)
+        assert len(begun) == 1
+
+
+ENDS, HANGS = "exit 1", "exec sleep 60"
+PRINTS = "echo loading; exec sleep 60"
+
+
+@pytest.mark.parametrize("script", [ENDS, HANGS, PRINTS])
+@compiled
+def test_a_process_that_answers_otherwise_is_ended(script, tmp_path):
+    """It is asked once. Nothing is marked as compiled, and kernels are compiled in this process."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    with empty(tmp_path, most_s=1) as (workers, begun):
+        with patch.object(sys, "executable", str(program)):
+            workers.compile(stored(), SM90)
+            workers.compile(stored(slots=3), SM90)
+        assert len(begun) == 1 and begun[0].poll() is not None
+        assert not any(tmp_path.rglob(compile_workers.MARK))
+
+
+@compiled
+def test_a_frozen_program_does_not_start_itself(tmp_path):
+    with empty(tmp_path) as (_, begun), patch.object(sys, "frozen", True, create=True):
+        workers = compile_workers.Workers()
+        workers.start(2, SM90)
+        workers.compile(stored(), SM90)
+        assert not begun
+
+
+def test_processors_are_shared_by_ranks(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    counts = []
+    for ranks in ("", "0", "4", "64"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        counts.append(compile_workers.processors())
+    assert counts == [12, 12, 3, 1]
 
 
 @compiled

@@ -21,30 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.kernels.shared.launch.compile_worker import ALIGNED as ALIGNED
-from attnops.kernels.shared.launch.compile_workers import WORKERS
+from attnops.kernels.shared.launch.compile_worker import (
+    ALIGNED as ALIGNED,
+    Pointer as Pointer,
+    hash_compiler,
+)
+from attnops.kernels.shared.launch.compile_workers import WORKERS, processors
 from attnops.kernels.shared.memory import address
 
 log = logging.getLogger("attnops.kernels")
 
-MOST_THREADS = max(4, min(8, (os.cpu_count() or 1) // 2))
+MOST_THREADS = max(4, min(8, processors() // 2))
 """Most of a compilation is LLVM's and the assembler's, which leave the interpreter to others."""
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """In place of a tensor for Triton's compiler."""
-
-    dtype: torch.dtype
-    address: int
-
-    def data_ptr(self) -> int:
-        """The address."""
-        return self.address
-
-    def ptr_range(self) -> int:
-        """Bytes that can be read from there: as of a large tensor."""
-        return 1 << 40
 
 
 @dataclass(eq=False)
@@ -113,17 +101,6 @@ def _target(active: Any) -> tuple[Any, ...]:
     return target.backend, target.arch, target.warp_size
 
 
-def hash_compiler() -> None:
-    """Have Triton hash its own files, which takes a third of a second. The name of a compiled
-    kernel has the hash, and threads that compile first would each compute it."""
-    from triton.compiler import compiler
-    from triton.runtime import cache
-
-    # Where it is depends on the release.
-    key: Callable[[], str] = getattr(cache, "triton_key", None) or compiler.triton_key
-    key()
-
-
 def build(launch: Launch) -> None:
     """Compile a kernel, and the function that launches it. The GPU, which may be capturing, is left
     alone. What a process can compile is read from Triton's cache."""
@@ -132,7 +109,8 @@ def build(launch: Launch) -> None:
             active = driver()
             launch.kernel.device_caches[active.get_current_device()]
         if launch.device is not None:
-            WORKERS.compile(launch, _target(active))
+            with suppress(Exception):  # of Triton's cache: this thread compiles it
+                WORKERS.compile(launch, _target(active))
         made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.given)
         active.launcher_cls(made.src, made.metadata)
 

@@ -1,9 +1,9 @@
 """A process that compiles kernels for the one that started it, which finds them in Triton's cache.
 
 Run as a script, so that it imports triton and device functions alone: attnops itself imports torch,
-which takes seconds. It reads pickled messages: first a `Start`, then jobs. After each job it
-writes a byte. It ends with its input, or after a minute without a
-job.
+which takes seconds. It reads pickled messages: first a `Start`, then a pickled `Job` at a time.
+After each job it writes a byte. It ends with its input, after a minute without a job, and in the
+middle of one that takes too long.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import pickle
 import signal
 import sys
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, BinaryIO
 
-IDLE_S = 60
+IDLE_S, MOST_S = 60, 120
+"""Seconds without a job, and of one job, after which the process ends."""
+
 ALIGNED = 16
 """Triton compiles a kernel for addresses, in bytes, and for whole numbers that are multiples of it,
 and another for others."""
@@ -43,10 +46,10 @@ class Dtype:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """In place of a tensor for Triton's compiler."""
+class Pointer:
+    """In place of a tensor for Triton's compiler. dtype: torch's, or in its place."""
 
-    dtype: Dtype
+    dtype: Any
     address: int
 
     def data_ptr(self) -> int:
@@ -62,7 +65,7 @@ class Shown:
 class Described:
     """In place of a TensorDescriptor for pickle. fields: its others by name."""
 
-    base: Shown
+    base: Pointer
     fields: dict[str, Any]
 
 
@@ -112,11 +115,20 @@ def prepare(start: Start) -> None:
 
     active: Any = Driver(GPUTarget(*target))
     driver.set_active(active)
-    with suppress(Exception):  # of a Triton that has them elsewhere
+    with suppress(Exception):  # of a Triton that has it elsewhere
         import_module("triton.experimental.gluon.nvidia.hopper")
-        from triton.runtime.cache import triton_key
+    hash_compiler()
 
-        triton_key()  # which reads all of Triton, once
+
+def hash_compiler() -> None:
+    """Have Triton hash its own files, which takes a third of a second. The name of a compiled
+    kernel has the hash, and threads that compile first would each compute it."""
+    from triton.compiler import compiler
+    from triton.runtime import cache
+
+    # Where it is depends on the release.
+    key: Callable[[], str] = getattr(cache, "triton_key", None) or compiler.triton_key
+    key()
 
 
 def compile_job(job: Job) -> None:
@@ -134,16 +146,19 @@ def compile_job(job: Job) -> None:
 
 def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
     """Answer every job, until there are no more."""
+    # An alarm ends the process. The one that started it may ignore them.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(MOST_S)
     prepare(pickle.load(jobs))
     while True:
-        signal.alarm(IDLE_S)  # which ends the process
+        signal.alarm(IDLE_S)
         try:
-            job: Job = pickle.load(jobs)
+            message: bytes = pickle.load(jobs)
         except EOFError:
             return
-        signal.alarm(0)
+        signal.alarm(MOST_S)
         with suppress(Exception):  # the other process compiles it, and raises the error
-            compile_job(job)
+            compile_job(pickle.loads(message))
         answers.write(DONE)
         answers.flush()
 

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import pickle
+import selectors
 import signal
 import subprocess
 import sys
@@ -21,7 +22,16 @@ from dataclasses import fields
 from typing import Any
 
 from attnops.kernels.shared.launch import compile_worker
-from attnops.kernels.shared.launch.compile_worker import ALIGNED, Described, Dtype, Job, Shown
+from attnops.kernels.shared.launch.compile_worker import (
+    ALIGNED,
+    DONE,
+    MOST_S,
+    Described,
+    Dtype,
+    Job,
+    Pointer,
+)
+from attnops.measured.store import foreign_variable
 
 log = logging.getLogger("attnops.kernels")
 
@@ -33,6 +43,15 @@ MARK = "attnops-compiled"
 
 Target = tuple[Any, ...]
 """The arguments of Triton's GPUTarget."""
+
+Worker = subprocess.Popen[bytes]
+
+
+def processors() -> int:
+    """Those of this process, which shares them with others that torchrun started."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = foreign_variable("LOCAL_WORLD_SIZE") or ""
+    return max(1, (own or 1) // max(1, int(ranks) if ranks.isdigit() else 1))
 
 
 def _marks(*known: Any) -> Any:
@@ -68,7 +87,7 @@ def _packed(x: Any, varies: bool) -> Any:
         return Described(_packed(x.base, varies), rest)
     if hasattr(x, "data_ptr"):
         dtype = Dtype(str(x.dtype), x.dtype.itemsize)
-        return Shown(dtype, x.data_ptr() % ALIGNED or ALIGNED)
+        return Pointer(dtype, x.data_ptr() % ALIGNED or ALIGNED)
     if varies and type(x) is int and x != 1 and 0 <= x < 1 << 31:
         return ALIGNED if x % ALIGNED == 0 else ALIGNED + 1
     return x
@@ -83,9 +102,10 @@ class Workers:
     def reset(self) -> None:
         """As new. For the child of a fork, whose processes are its parent's."""
         self._lock = threading.Lock()
-        self._idle: list[subprocess.Popen[bytes]] = []
-        few = (os.cpu_count() or 1) < LEAST_CPUS
-        self._broken = few or not sys.executable or not hasattr(signal, "alarm")
+        self._idle: list[Worker] = []
+        # The executable of a program that is frozen into one file is the program itself.
+        frozen = getattr(sys, "frozen", False) or not sys.executable
+        self._broken = frozen or processors() < LEAST_CPUS or not hasattr(signal, "alarm")
 
     def start(self, count: int, target: Target) -> None:
         """Begin to start so many, unless kernels were compiled on this machine before."""
@@ -100,19 +120,16 @@ class Workers:
     def compile(self, launch: Any, target: Target) -> None:
         """Compile the kernel of a launch in a process, unless it was compiled before. Where no
         process can, nothing is done."""
-        message = _message(launch)
-        if self._broken or message is None:
+        if self._broken or (message := _message(launch)) is None:
             return
         mark = _marks(target, launch.kernel.cache_key, hashlib.sha256(message).hexdigest())
         if mark.has_file(MARK):
             return
         worker = self._taken() or self._started(target)
-        answer = worker and _asked(worker, message)
-        if worker is not None and not answer:
-            # It has ended, as after a minute without a job.
-            worker = self._started(target)
-            answer = worker and _asked(worker, message)
-        if worker is None or not answer:
+        if worker is None:
+            return
+        if not _asked(worker, message):
+            log.debug("kernels are compiled in this process: one that compiled them ended, or hung")
             self._broken = True
             return
         self._give(worker)
@@ -120,15 +137,20 @@ class Workers:
         for each in (mark, _marks(target)):
             each.put(b"", MARK)
 
-    def _taken(self) -> subprocess.Popen[bytes] | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
+    def _taken(self) -> Worker | None:
+        """One that waits for a job."""
+        while True:
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            if worker is None or worker.poll() is None:
+                return worker
+            worker.communicate()  # it has ended, as after a minute without a job
 
-    def _give(self, worker: subprocess.Popen[bytes]) -> None:
+    def _give(self, worker: Worker) -> None:
         with self._lock:
             self._idle.append(worker)
 
-    def _started(self, target: Target) -> subprocess.Popen[bytes] | None:
+    def _started(self, target: Target) -> Worker | None:
         """A new one. None where the process may not start any."""
         if self._broken:
             return None
@@ -137,9 +159,11 @@ class Workers:
             for name, module in list(sys.modules.items())
             if name.partition(".")[0] == "attnops" and hasattr(module, "__path__")
         }
+        # Without the environment's own paths and start-up code: it is sent the paths of this one.
+        command = [sys.executable, "-I", "-S", str(compile_worker.__file__)]
         try:
             worker = subprocess.Popen(
-                [sys.executable, str(compile_worker.__file__)],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -148,28 +172,37 @@ class Workers:
             log.debug("kernels are compiled in this process: %s", error)
             self._broken = True
             return None
-        _sent(worker, pickle.dumps((sys.path, packages, target)))
+        _sent(worker, (sys.path, packages, target))
         return worker
 
     def end(self) -> None:
         """End those that wait for a job."""
         while (worker := self._taken()) is not None:
-            with suppress(OSError, subprocess.TimeoutExpired):
-                worker.communicate(timeout=1)
+            _ended(worker)
 
 
-def _sent(worker: subprocess.Popen[bytes], message: bytes) -> None:
+def _sent(worker: Worker, message: Any) -> None:
     assert worker.stdin is not None
     with suppress(OSError):  # it has ended
-        worker.stdin.write(message)
+        worker.stdin.write(pickle.dumps(message))
         worker.stdin.flush()
 
 
-def _asked(worker: subprocess.Popen[bytes], message: bytes) -> bytes:
-    """The answer to a job; b"" of a process that has ended."""
+def _asked(worker: Worker, message: bytes) -> bool:
+    """Has it done this job? One that has not is ended."""
     assert worker.stdout is not None
     _sent(worker, message)
-    return worker.stdout.read(1)
+    with selectors.DefaultSelector() as ready:
+        ready.register(worker.stdout, selectors.EVENT_READ)
+        done = bool(ready.select(MOST_S)) and worker.stdout.read(1) == DONE
+    if not done:
+        _ended(worker)
+    return done
+
+
+def _ended(worker: Worker) -> None:
+    worker.kill()
+    worker.communicate()
 
 
 WORKERS = Workers()
