@@ -153,10 +153,13 @@ class Kinds(Regions):
             return results
         if self._way == "each":
             return kind.program.run(flat)
-        if kind not in self._results:
-            self._results[kind] = kind.program.run(flat)
-        # Copies, as no two layers have the same results.
-        return [t.clone() for t in self._results[kind]]
+        if kind in self._results:
+            # Copies, as no two layers have the same results.
+            return [t.clone() for t in self._results[kind]]
+        results = kind.program.run(flat)
+        if _are_apart(results, flat):
+            self._results[kind] = [t.clone() for t in results]
+        return results
 
     def _of(
         self, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str
@@ -367,6 +370,18 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     for node in module.graph.find_nodes(op="placeholder"):
         values[node]._dynamo_source = node._dynamo_source
     return fx.GraphModule(nn.Module(), graph)
+
+
+def _are_apart(results: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Has each result memory of its own, and no more than its numbers? A copy of a view has another
+    layout, by which the next layer would be told apart."""
+    taken = set(storages(given))
+    for t in results:
+        [own] = storages([t])
+        if own in taken or t.untyped_storage().nbytes() != t.nbytes:
+            return False
+        taken.add(own)
+    return True
 
 
 def _blank(fake: Tensor) -> Tensor:

@@ -5,10 +5,13 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..core.record import changed, split
+from ..core.errors import AttnopsError, one_line
+from ..core.record import changed, check, split
+from ..core.select import parse_policy, select
 from ..ops import OPS
 from .fuse_rotation_pass import Rotated
-from .graph_tools import NewNodes, fake_of, finish, graph_of, log
+from .graph_tools import NewNodes, fake_of, finish, graph_of, log, records_gradients
+from .patterns import number
 from .rotations import Side, turned
 
 WRITE, ATTENTION, FUSED = "write_kv", "varlen_attention", "rotate_and_write_kv"
@@ -21,7 +24,7 @@ def fuse_rotated_write_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Rotated, 
     So it is where `write_kv` and a later `varlen_attention` take one key. The rotation is one by
     halves. The op computes in float32 and rounds once, where the model's code rounds after each
     step. Nothing else may use the numbers in between, and none of the inputs may be written between
-    their first use and the write.
+    their first use and the last that the op takes the place of. The graph records no gradients.
 
     Args:
         graph: as Dynamo gives it to a backend, with fake values. Changed in place.
@@ -30,6 +33,8 @@ def fuse_rotated_write_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Rotated, 
         Every write of keys that attention reads, too, in the order of the graph.
     """
     graph = graph_of(graph)
+    if records_gradients(graph):
+        return ()
     readers = graph.find_nodes(op="call_function", target=OPS[ATTENTION].packet.default)
     found = []
     for node in graph.find_nodes(op="call_function", target=OPS[WRITE].packet.default):
@@ -57,13 +62,16 @@ def _key(node: fx.Node) -> Any:
 
 def _fuse(node: fx.Node, write: Any, reader: fx.Node) -> Rotated:
     attention = _call(ATTENTION, reader)
-    if f"{WRITE}:" in write.policy:
+    if parse_policy(write.policy).forced(WRITE):
         return Rotated(node.name, refusal=f"a kernel of {WRITE} is forced")
+    if fake_of(write.value).dtype != fake_of(write.key).dtype:
+        return Rotated(node.name, refusal="key and value have different dtypes")
     again = Side(fake_of(attention.key), attention.key)
     again.back()
     query, key = (Side(fake_of(x), x) for x in (attention.query, write.key))
     key.inside |= again.inside
-    found = turned((node, reader), (query, key), _packed_tokens)
+    values = write.value, attention.value
+    found = turned((node, reader), (query, key), values, _packed_tokens)
     if isinstance(found, str):
         return Rotated(node.name, refusal=found)
     new = NewNodes(node)
@@ -73,6 +81,9 @@ def _fuse(node: fx.Node, write: Any, reader: fx.Node) -> Rotated:
         given[f"turned_{name}"] = new.add("new_empty", given[name], shape)
     names = ("value", "k_pages", "v_pages", "slots", "policy")
     given |= {name: getattr(write, name) for name in names}
+    if why := _unserved(given):
+        new.erase()
+        return Rotated(node.name, refusal=why)
     args, kwargs = split(OPS[FUSED].call(**given))
     new.add(OPS[FUSED].packet.default, *args, **kwargs)
     turned_to = {name: given[f"turned_{name}"] for name in ("query", "key")}
@@ -80,6 +91,18 @@ def _fuse(node: fx.Node, write: Any, reader: fx.Node) -> Rotated:
     node.graph.erase_node(node)
     found.erase()
     return Rotated(node.name, bool(found.norms))
+
+
+def _unserved(given: dict[str, Any]) -> str:
+    """Why no kernel is to take the fused op, or ""."""
+    call: Any = OPS[FUSED].call(**{name: number(x) for name, x in given.items()})
+    try:
+        check(call)
+        chosen = select(OPS[FUSED].problem(call), call.policy).kernel
+    except AttnopsError as error:
+        return one_line(error)
+    far = call.query.device.type != "cpu"
+    return f"plain torch alone takes {FUSED}" if chosen is None or (far and chosen.judge) else ""
 
 
 def _packed_tokens(given: Any, x: Any, cos: Any, sin: Any) -> bool:

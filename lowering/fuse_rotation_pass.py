@@ -16,7 +16,7 @@ OP = "decode_attention"
 
 @dataclass(frozen=True)
 class Rotated:
-    """A call of `decode_attention`.
+    """A call of `decode_attention`, or of `write_kv` before attention.
 
     norms: are the norms of query and key fused, too?
     refusal: why nothing was fused; "" where it was.
@@ -59,7 +59,7 @@ def fuse_rotation_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Rotated, ...]:
 
 def _fuse(node: fx.Node, call: Any) -> Rotated:
     sides = [Side(fake_of(x), x) for x in (call.query, call.key)]
-    found = turned((node,), sides, _one_token)
+    found = turned((node,), sides, (call.value,), _one_token)
     if isinstance(found, str):
         return Rotated(node.name, refusal=found)
     node.args, node.kwargs = split(changed(call, **found.arguments(NewNodes(node))))

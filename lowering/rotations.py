@@ -126,11 +126,15 @@ class Turned:
 
 
 def turned(
-    calls: Collection[fx.Node], sides: Sequence[Side], fits: Callable[..., bool]
+    calls: Collection[fx.Node],
+    sides: Sequence[Side],
+    values: Collection[Any],
+    fits: Callable[..., bool],
 ) -> Turned | str:
     """How query and key came to a call, or why that may not be fused.
 
-    calls: what may use the numbers in between, the one that takes the inputs first.
+    calls: what may use the numbers in between, the one that takes the inputs first. values: their
+    other arguments, which stay.
     fits: takes the value of an argument `[T, H, D]`, that of the tensor before its rotation, and
     those of the angles, which the two ways to fuse want in different shapes.
     """
@@ -141,7 +145,9 @@ def turned(
         return "query and key are rotated by different angles"
     for side in sides:
         if not fits(side.given, fake_of(side.x), *map(number, angles[0])):
-            return "its angles are not one row a request, or its dtypes differ"
+            return "its angles have another shape, or its dtypes differ"
+    if any(value in side.inside for side in sides for value in values):
+        return "a value is rotated, too"
     if why := _kept(calls, sides):
         return why
     before, norms = _norms(calls, sides)
@@ -179,8 +185,10 @@ def _kept(calls: Collection[fx.Node], sides: Sequence[Side]) -> str:
         for user in node.users:
             if user not in inside and user not in calls:
                 return f"{user.name} uses {node.name}, too"
-    inputs = {n for node in inside for n in node.all_input_nodes} - inside
-    return writer(min(inside), min(calls), inputs, fake_of)
+    inputs, first = {n for node in inside for n in node.all_input_nodes} - inside, min(calls)
+    if late := [node for node in inputs if node > first]:
+        return f"{late[0].name} is made after {first.name}"
+    return writer(min(inside), max(*inside, first), inputs, fake_of)
 
 
 def _again(new: NewNodes, side: Side) -> fx.Node:

@@ -122,7 +122,8 @@ class Kernel:
         any call will wait for. It returns at once. None: nothing to build.
     again: takes a call, and returns the function that runs it and all eager calls that differ from
     it in their memory alone: in sizes, strides, dtypes, device and scalars they do not. So what
-    follows from these is worked out once. None: `run` runs them.
+    follows from these is worked out once. Unlike `run`, it sees flags that the op's kernels are
+    not handed. None: `run` runs them.
     judge: the plain body that all others are compared with. No estimate chooses it on a GPU where
     another kernel can run.
     workspace_bytes: how much scratch, zeroed once, a call must bring: a pure function of a Problem

@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import attnops
 from attnops.core.kernel import _REGISTRY, kernels_of
@@ -146,3 +148,39 @@ def test_a_capture_does_once_what_equal_layers_share(counted):
             counted.clear()
             assert pair.same(2, length, 1).prompt == "captured", pair.decoder.prompts.why
             assert counted == {**once, **counts}
+
+
+class Chunked(LlamaRotaryEmbedding):
+    """Its results share memory."""
+
+    def forward(self, x, position_ids):
+        return torch.cat(super().forward(x, position_ids), -1).chunk(2, -1)
+
+
+class Sliced(LlamaDecoderLayer):
+    """Its result has gaps."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return torch.cat((out, out), -1)[..., : out.shape[-1]]
+
+
+@pytest.mark.parametrize("kind", [Chunked, Sliced])
+def test_results_that_are_views(kind):
+    """A run of one layer of a kind gives the others results of the same layout."""
+    model = tiny.model("llama", num_hidden_layers=3)
+    for module in model.modules():
+        if type(module) is kind.__base__:
+            module.__class__ = kind
+    with first(model) as pair:
+        took = [pair.same(2, 9, 3).prompt for _ in range(2)]
+        assert took == ["", "captured"], pair.decoder.prompts.why
+        assert pair.handle.graphs.report().not_recorded == ""
+
+
+def test_a_step_is_recorded_ahead_after_calls_of_one_token(events):
+    with first() as pair:
+        pair.same(2, 62, 1)
+        events.clear()
+        pair.same(2, 62, 3)
+        assert recorded(events)[: len(STEP) + 1] == [*STEP, "prompt"]

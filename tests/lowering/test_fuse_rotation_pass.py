@@ -2,6 +2,7 @@
 `decode_attention`, or attention of a prompt and its pages, found in models and in code that only
 resembles them."""
 
+import re
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -298,30 +299,95 @@ def test_it_is_no_less_exact_than_the_models_own_code(norm, kind):
     assert errors["fused"] <= errors["own"]
 
 
+ALONE = {"rotation"}
+FORCED_WRITE = {"not fused, a kernel of write_kv is forced"}
+
+
 @pytest.mark.parametrize(
-    ("policy", "quantised", "want"),
+    ("policy", "want"),
     [
-        (
-            {"kernel": {"write_kv": "reference"}},
-            False,
-            {"not fused, a kernel of write_kv is forced"},
-        ),
-        ({"kernel": {"varlen_attention": "reference"}}, False, {"rotation"}),
-        ({}, True, set()),
+        ({"kernel": {"write_kv": "reference"}}, FORCED_WRITE),
+        ({"kernel": "scatter"}, FORCED_WRITE),
+        ({"kernel": {"varlen_attention": "reference"}}, ALONE),
+        ({"kernel": {"rotate_and_write_kv": "reference"}}, ALONE),
+        ({"deny": ("write_kv:triton",)}, ALONE),
     ],
 )
-def test_writes_of_a_prompt_that_stay(policy, quantised, want):
-    """The caller named their kernel, or they round to other numbers than attention takes."""
+def test_a_forced_kernel_of_a_prompts_write(policy, want):
     told, step = Passing(fuse_rotated_write_pass), Prompt()
     mine, plain = (list(inputs(step=Prompt)) for _ in range(2))
-    if quantised:
-        step.scales = {name: torch.ones(1) for name in ("k_scale", "v_scale")}
-        for given in (mine, plain):
-            given[5:7] = [torch.zeros_like(x, dtype=torch.int8) for x in given[5:7]]
     with attnops.use(**policy):
         got = torch.compile(step, fullgraph=True, backend=told)(*mine)
     torch.testing.assert_close((got, mine[5]), (step(*plain), plain[5]))
     assert said(told) == want
+
+
+class Late(Prompt):
+    """The query is turned behind the write. before: of the query. written, attended: make the value
+    of each, of key and value."""
+
+    def __init__(self, before=lambda qkv, q: q, written=lambda k, v: v, attended=lambda k, v: v):
+        self.before = before
+        self.written = written
+        self.attended = attended
+
+    def __call__(self, qkv, cos, sin, q_norm, k_norm, k_pages, v_pages, starts, lengths, slots):
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        q, k, v = (
+            x.view(1, B, -1, D).transpose(1, 2) for x in qkv.split([HQ * D, HKV * D, HKV * D], -1)
+        )
+        key = turned(k, cos, sin)
+        rows = tokens(key, v)
+        write_kv(rows[0], self.written(*rows), k_pages, v_pages, slots)
+        rows = tokens(turned(self.before(qkv, q), cos, sin), key, v)
+        lengths = {"max_seqlen_q": B, "max_seqlen_k": B, "causal": True, "padded": False}
+        rows[2] = self.attended(*rows[1:])
+        return varlen_attention(*rows, starts, starts, **lengths, kernel="reference")
+
+
+def doubled(qkv, q):
+    qkv.mul_(2)
+    return q
+
+
+ROTATED_VALUE = "not fused, a value is rotated, too"
+LATE = {
+    "as it is": (Late(), "rotation"),
+    "written": (Late(doubled), "not fused, .. writes one of its inputs in between"),
+    "made late": (Late(lambda qkv, q: q * 2), "not fused, .. is made after .."),
+    "key is written twice": (Late(written=lambda k, v: k), ROTATED_VALUE),
+    "key is the value": (Late(attended=lambda k, v: k), ROTATED_VALUE),
+    "wide value": (
+        Late(written=lambda k, v: v.double()),
+        "not fused, key and value have different dtypes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_query_behind_the_write(name):
+    step, want = LATE[name]
+    told = Passing(fuse_rotated_write_pass)
+    mine, plain = (inputs(step=Prompt) for _ in range(2))
+    got = torch.compile(step, fullgraph=True, backend=told)(*mine)
+    torch.testing.assert_close((got, mine[5]), (step(*plain), plain[5]))
+    [found] = said(told)
+    assert re.fullmatch(re.escape(want).replace(r"\.\.", ".*"), found), found
+
+
+def test_prompts_that_are_left(monkeypatch):
+    """They round to other numbers than attention takes, record gradients, or would run in plain
+    torch on a GPU."""
+    told, step = Passing(fuse_rotated_write_pass), Prompt()
+    step.scales = {name: torch.ones(1) for name in ("k_scale", "v_scale")}
+    mine, plain = (list(inputs(step=Prompt)) for _ in range(2))
+    for given in (mine, plain):
+        given[5:7] = [torch.zeros_like(x, dtype=torch.int8) for x in given[5:7]]
+    got = torch.compile(step, fullgraph=True, backend=told)(*mine)
+    torch.testing.assert_close((got, mine[5]), (step(*plain), plain[5]))
+    with torch.enable_grad():
+        torch.compile(Prompt(), fullgraph=True, backend=told)(*inputs(step=Prompt))
+    assert said(told) == set()
 
 
 # Where the op is taken ----------------------------------------------------------------------------

@@ -106,9 +106,12 @@ class Calls:
         args = x, gate_up, down, index, weights, *self.biases
         more = {k: v for k, v in self.more.items() if k not in ("bias", "along")}
         before = self.count()
+        profile = sys.getprofile()
         sys.setprofile(look)
-        got = experts(*args, **more, kernel="triton")
-        sys.setprofile(None)
+        try:
+            got = experts(*args, **more, kernel="triton")
+        finally:
+            sys.setprofile(profile)
         want = EXPERTS.call(*args, **more, output=torch.empty_like(got))
         with torch.autocast("cpu", enabled=False):
             kernels_of("experts")["reference"].run(want)

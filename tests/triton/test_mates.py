@@ -53,6 +53,12 @@ CALLS = {
             Angles(),
         ),
     ),
+    "rotate": (
+        ROWS,
+        lambda: make_call(
+            "rotate_and_write_kv", Source(4), range(40), 3, 16, Angles(norms=True), STEP
+        ),
+    ),
     "linear": (ROWS, lambda: make_call("linear", Source(1), 64, 330, 40, BF16, **ALL)),
     "linear of more rows": (ROWS, lambda: make_call("linear", Source(1), 70, 330, 40, BF16, **ALL)),
     "sums of rows": (ROWS, lambda: make_call("linear", Source(1), 70, 330, 1, F32)),

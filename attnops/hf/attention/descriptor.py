@@ -388,7 +388,7 @@ def _read_padding(
     if generation is not None:
         generation.checked = own
     starts = start.tolist()
-    if far(known.device):
+    if start.device != known.device:
         start = _run(request, known, high)[0] if any(starts) else torch.zeros_like(known)
     return start, [past, *starts]
 
@@ -402,11 +402,15 @@ def _same(start: Tensor, known: Tensor, seen: Tensor | int) -> Tensor:
 def _on_host(request: Request, known: Tensor, seen: Tensor) -> _Read:
     """The host waits for the device once."""
     padding = request.attention_mask
-    given = [seen.reshape(1), known]
-    if padding is not None:
-        given.append(padding.flatten())
-    past, before, *shown = torch.cat(given).cpu().split([len(each) for each in given])
-    return int(past), before, None if padding is None else shown[0].view(padding.shape).bool()
+    numbers = torch.cat([seen.reshape(1), known])
+    if padding is None:
+        before = numbers.cpu()
+        return int(before[0]), before[1:], None
+    # In one copy, in which the mask keeps its byte a token.
+    count = numbers.nbytes
+    read = torch.cat([numbers.view(torch.uint8), padding.flatten().view(torch.uint8)]).cpu()
+    before = read[:count].clone().view(numbers.dtype)
+    return int(before[0]), before[1:], read[count:].view(torch.bool).view(padding.shape)
 
 
 def _is_after_prompt(request: Request, generation: Any, one: bool) -> bool:

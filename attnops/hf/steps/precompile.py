@@ -36,10 +36,12 @@ def begin(
     """Have kernels begin to build what a prompt of `prompt` tokens a row, and the decode steps
     after it, will wait for (`Kernel.ahead`), in the order of their launches.
 
-    Once for the pages, a number of rows, and a policy. make: returns a cache over given pages, with
-    `filled=True` without a change to them. record: records the layers of the steps.
+    Once for the pages, a number of rows, and a policy, with steps and without. make: returns a
+    cache over given pages, with `filled=True` without a change to them. record: records the layers
+    of the steps.
     """
-    kind, sizes = (rows, prompt.bit_length(), active_policy()), pages.sizes
+    kind = rows, prompt.bit_length(), active_policy(), record is not None
+    sizes = pages.sizes
     if kind in pages.begun:
         return
     pages.begun.add(kind)

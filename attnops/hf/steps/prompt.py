@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -101,7 +102,8 @@ class Prompts:
 
     forward: the model's own. regions: the compiled layers.
     failures: why there are no "layers", or no graphs of them.
-    due: graphs, and the tokens of a chunk to record for them, see `begin`.
+    due: graphs, and the tokens of a chunk to record for them, see `begin`. A prompt that failed may
+        leave them.
     graphs: what failures of captures are of now: recorded layers of a state, or compiled ones.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these
     ran it, "compiled" or "captured".
@@ -116,7 +118,7 @@ class Prompts:
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self._replayed = False  # did a graph run a chunk of it?
         self._recorded = False  # did its layers need no compiler?
-        self.due: tuple[Over, int] | None = None
+        self.due: tuple[weakref.ref[Over], int] | None = None
         self._begun = False  # were the layers of a size recorded?
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
@@ -260,7 +262,7 @@ class Prompts:
         if over.chunks(part.size) > after:
             return over
         if over.recorded and not self._begun:
-            self.due = over, part.size
+            self.due = weakref.ref(over), part.size
         return _early(after)
 
     def begin(self, turn: AbstractContextManager[Any]) -> None:
@@ -273,7 +275,11 @@ class Prompts:
         if self.due is None:
             return
         with turn:
-            (over, tokens), self.due, self._begun = self.due, None, True
+            due, self.due = self.due, None
+            over = due and due[0]()
+            if due is None or over is None:
+                return  # another thread has begun, or the graphs were freed
+            self._begun, tokens = True, due[1]
             some = over.cache.state.pages.seen.new_zeros
             padding, counts = some(tokens), some(over.cache.max_batch)
             given = {"tokens": padding, "positions": padding, "counts": counts, "cache": over.cache}

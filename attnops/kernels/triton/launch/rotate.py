@@ -25,7 +25,9 @@ def rotate_and_write_kv(call: RotateAndWriteKV) -> None:
     if tokens == 0:
         return
     if deterministic(call.policy):
-        query, key = steady(query), steady(key)
+        # Only norms add numbers up.
+        query = query if call.q_norm is None else steady(query)
+        key = key if call.k_norm is None else steady(key)
     cos, cos_t, sin, sin_t = rotation(call.cos, call.sin)
     block, value_block = padded(dims), padded(value.shape[2])
     rows = max(1, NUMBERS // max(block, value_block))
