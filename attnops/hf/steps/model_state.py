@@ -171,8 +171,8 @@ class Glance:
         return [t for t in every if t is not None]
 
     def _look(self, held: list[Tensor]) -> tuple[Any, ...]:
-        """held: all tensors. `_alike` compares their types, dtypes and layouts, whether they require
-        a gradient, and torch's modes of dispatch."""
+        """held: all tensors. `_alike` compares their types, dtypes and layouts, whether they
+        require a gradient, and torch's modes of dispatch."""
         return (
             list(map(Tensor.data_ptr, held)),
             list(map(type, self._modules)),
