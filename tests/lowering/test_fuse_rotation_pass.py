@@ -3,6 +3,7 @@
 resembles them."""
 
 import re
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -169,7 +170,8 @@ class Step:
 class Prompt(Step):
     """A layer's prompt of one request, whose keys attention and the pages take."""
 
-    rows, scales = (1, B), MappingProxyType({})
+    rows = (1, B)
+    scales: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     def attend(self, given, k_pages, v_pages, starts, lengths, slots):
         write_kv(*tokens(*given[1:]), k_pages, v_pages, slots, **self.scales)

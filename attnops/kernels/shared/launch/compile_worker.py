@@ -123,7 +123,7 @@ def prepare(start: Start) -> None:
 def hash_compiler() -> None:
     """Have Triton hash its own files, which takes a third of a second. The name of a compiled
     kernel has the hash, and threads that compile first would each compute it."""
-    from triton.compiler import compiler
+    compiler: Any = import_module("triton.compiler.compiler")
     from triton.runtime import cache
 
     # Where it is depends on the release.
