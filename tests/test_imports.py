@@ -116,14 +116,16 @@ def test_one_file_reads_the_environment():
     assert not found
 
 
-def test_variables_of_other_packages_say_where_they_keep_files():
+def test_variables_of_other_packages_are_known():
+    """Where they keep files, for which GPUs, and how many processes share a machine."""
     found = {
         name
         for path in sources().values()
         for name in re.findall(r"foreign_variable\((.*?)\)", path.read_text())
     }
     own = "name: str"
-    assert found == {own, '"FLASHINFER_WORKSPACE_BASE"', '"FLASHINFER_CUDA_ARCH_LIST"'}
+    others = "FLASHINFER_WORKSPACE_BASE", "FLASHINFER_CUDA_ARCH_LIST", "LOCAL_WORLD_SIZE"
+    assert found == {own, *map('"{}"'.format, others)}
 
 
 def test_there_are_at_most_two_switches():

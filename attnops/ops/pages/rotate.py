@@ -52,7 +52,7 @@ ROTATE = define(
         decode_reference.rotate_and_write_kv,
         about="norm and rotation of new queries and keys, and the write into pages",
         typical=({**typical.HEADS, **typical.NEW, "page_size": 64},),
-        shown=typical.SHOWN[:2],
+        shown=("float32",),
     )
 )
 
