@@ -205,6 +205,6 @@ def cache_dir() -> Path:
 
 
 def foreign_variable(name: str) -> str | None:
-    """A variable by which another package says where it keeps its files, for which GPUs, or how many
-    processes share a machine."""
+    """A variable by which another package says where it keeps its files, for which GPUs, or how
+    many processes share a machine."""
     return os.environ.get(name)
