@@ -33,22 +33,11 @@ class Walk(NamedTuple):
 
 
 def walk(model: nn.Module) -> Walk:
-    """One walk for all questions: each touches memory that the model's own run has taken out of the
-    caches."""
-    found, waiting = {id(model)}, [model._modules]
-    within = Walk([], [model] if model.training else [])
-    while waiting:
-        for module in waiting.pop().values():
-            if module is None or id(module) in found:
-                continue
-            found.add(id(module))
-            if inside := module._modules:
-                waiting.append(inside)
-            if module._forward_pre_hooks or module._forward_hooks:
-                within.hooked.append(module)
-            if module.training:
-                within.training.append(module)
-    return within
+    """One walk for all questions of a call: each touches memory that the model's own run has taken
+    out of the caches."""
+    inside = modules_in(model)
+    hooked = [m for m in inside if m._forward_pre_hooks or m._forward_hooks]
+    return Walk([m for m in hooked if m is not model], [m for m in inside if m.training])
 
 
 class Method:
