@@ -374,7 +374,7 @@ class Graphed(Options):
 
     @contextmanager
     def _as_captured(self, values: Values) -> Iterator[None]:
-        """The model runs as in a graph, and leaves the state as it is."""
+        """The model runs as in a graph. Its state is the same afterwards."""
         drawn = drawing_nothing(self._device_of(values)) if self.draws else nullcontext()
         try:
             with (

@@ -230,7 +230,7 @@ def _refused(call: nn.Module) -> Iterator[None]:
 
 
 class PerKind(PerLayer):
-    """Runs recorded layers. A model whose layers cannot be recorded runs as it is."""
+    """Runs recorded layers, or the whole model where its layers cannot be recorded."""
 
     def __init__(self, kinds: Kinds, layered: Callable[..., Any]) -> None:
         super().__init__(kinds, layered, AsItRuns())

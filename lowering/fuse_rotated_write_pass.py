@@ -71,38 +71,39 @@ def _fuse(node: fx.Node, write: Any, reader: fx.Node) -> Rotated:
     query, key = (Side(fake_of(x), x) for x in (attention.query, write.key))
     key.inside |= again.inside
     values = write.value, attention.value
-    found = turned((node, reader), (query, key), values, _packed_tokens)
-    if isinstance(found, str):
-        return Rotated(node.name, refusal=found)
+    before = turned((node, reader), (query, key), values, _packed_tokens)
+    if isinstance(before, str):
+        return Rotated(node.name, refusal=before)
     new = NewNodes(node)
-    given = found.arguments(new)
+    fused = before.arguments(new)
     for name in ("query", "key"):
-        shape = tuple(fake_of(given[name]).shape)
-        given[f"turned_{name}"] = new.add("new_empty", given[name], shape)
+        shape = tuple(fake_of(fused[name]).shape)
+        fused[f"turned_{name}"] = new.add("new_empty", fused[name], shape)
     names = ("value", "k_pages", "v_pages", "slots", "policy")
-    given |= {name: getattr(write, name) for name in names}
-    if why := _unserved(given):
+    fused |= {name: getattr(write, name) for name in names}
+    if why := _unserved(fused):
         new.erase()
         return Rotated(node.name, refusal=why)
-    args, kwargs = split(OPS[FUSED].call(**given))
+    args, kwargs = split(OPS[FUSED].call(**fused))
     new.add(OPS[FUSED].packet.default, *args, **kwargs)
-    turned_to = {name: given[f"turned_{name}"] for name in ("query", "key")}
+    turned_to = {name: fused[f"turned_{name}"] for name in ("query", "key")}
     reader.args, reader.kwargs = split(changed(attention, **turned_to))
     node.graph.erase_node(node)
-    found.erase()
-    return Rotated(node.name, bool(found.norms))
+    before.erase()
+    return Rotated(node.name, bool(before.norms))
 
 
-def _unserved(given: dict[str, Any]) -> str:
-    """Why no kernel is to take the fused op, or ""."""
-    call: Any = OPS[FUSED].call(**{name: number(x) for name, x in given.items()})
+def _unserved(fused: dict[str, Any]) -> str:
+    """Why no kernel is to take the fused op, or "". fused: its arguments, as nodes."""
+    call: Any = OPS[FUSED].call(**{name: number(x) for name, x in fused.items()})
     try:
         check(call)
         chosen = select(OPS[FUSED].problem(call), call.policy).kernel
     except AttnopsError as error:
         return one_line(error)
-    far = call.query.device.type != "cpu"
-    return f"plain torch alone takes {FUSED}" if chosen is None or (far and chosen.judge) else ""
+    on_cpu = call.query.device.type == "cpu"
+    served = chosen is not None and (on_cpu or not chosen.judge)
+    return "" if served else f"plain torch alone takes {FUSED}"
 
 
 def _packed_tokens(given: Any, x: Any, cos: Any, sin: Any) -> bool:

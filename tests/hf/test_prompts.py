@@ -177,12 +177,12 @@ def test_the_host_reads_once_and_sends_once(took, padded, bounds, monkeypatch):
         real = getattr(owner, name)
 
         def call(*args, **kwargs):
-            # Kernels of a CPU read what is theirs, and the check of a mask what the host has read.
+            # Kernels of a CPU read what is theirs, and `_checked_padding` what the host has read.
             code = sys._getframe(1).f_code
             own = {"kernels", "reference.py", "tensors.py"}.intersection(
                 Path(code.co_filename).parts
             )
-            if not (own or code.co_name == "_read_padding"):
+            if not (own or code.co_name == "_checked_padding"):
                 seen.append(word)
             return real(*args, **kwargs)
 

@@ -2,20 +2,19 @@
 capture does once what equal layers share."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import attnops
-from attnops.core.kernel import _REGISTRY, kernels_of
 from attnops.graphs import kinds
 from attnops.graphs.compile_pieces import Program
 from attnops.graphs.record_functions import Form
 from attnops.hf import tiny
 from attnops.hf.steps.decode import Decoder
 from tests.hf.decoding import beside, generated
+from tests.ops.test_ahead import tell_ahead
 
 OPS = ("decode_attention", "paged_attention", "write_kv", "attention")
 STEP = ["LlamaRotaryEmbedding", "LlamaDecoderLayer", "LlamaRMSNorm", "Linear"]
@@ -43,13 +42,7 @@ def events(monkeypatch):
     before(kinds, "record", lambda module, *_: type(module).__name__)
     before(Decoder, "try_prompt", lambda *_: "prompt")
     before(Decoder, "try_step", lambda *_: "step")
-    for op in OPS:
-        told = {
-            name: replace(kernel, ahead=lambda call: found.append(call.spec.op))
-            for name, kernel in kernels_of(op).items()
-        }
-        monkeypatch.setitem(_REGISTRY.kernels, op, told)
-    attnops.core.kernel.renew()
+    tell_ahead(monkeypatch, OPS, lambda call: found.append(call.spec.op))
     yield found
     monkeypatch.undo()
     attnops.core.kernel.renew()

@@ -158,6 +158,10 @@ def test_where_a_quantised_layer_computes():
     packed.weight = torch.nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn), requires_grad=False)
     packed.weight_scale_inv = torch.nn.Parameter(torch.ones(1), requires_grad=False)
     assert where(packed, model) == (torch.device("cpu"), torch.bfloat16)
+    # A layer that keeps its model is a cycle.
+    owner = torch.nn.Module()
+    owner.packed, packed.owner = packed, owner
+    assert where(packed)[1] == torch.get_default_dtype()
 
 
 SHARDED = {

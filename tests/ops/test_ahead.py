@@ -29,17 +29,19 @@ OPS_OF_PAGES = (
 )
 
 
+def tell_ahead(monkeypatch, ops, told):
+    """Have every kernel of these ops tell the calls that it is told of before."""
+    for op in ops:
+        kernels = {name: replace(kernel, ahead=told) for name, kernel in kernels_of(op).items()}
+        monkeypatch.setitem(_REGISTRY.kernels, op, kernels)
+    attnops.core.kernel.renew()
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """The calls that CPU kernels of pages are told of before."""
     told = []
-    for op in OPS_OF_PAGES:
-        kernels = {
-            name: replace(kernel, ahead=lambda call: told.append(call))
-            for name, kernel in kernels_of(op).items()
-        }
-        monkeypatch.setitem(_REGISTRY.kernels, op, kernels)
-    attnops.core.kernel.renew()
+    tell_ahead(monkeypatch, OPS_OF_PAGES, told.append)
     yield told
     monkeypatch.undo()
     attnops.core.kernel.renew()

@@ -1,5 +1,5 @@
-"""Eager calls of experts like one before: which go straight to the compiled kernels, and with which
-memory. Triton's interpreter stands for the compiled kernels."""
+"""Eager calls of experts like one before go straight to the compiled kernels, with their own
+memory. Here Triton's interpreter runs in place of compiled kernels."""
 
 import os
 import sys

@@ -331,11 +331,17 @@ def padding_of(
     if not fresh:
         return _read_padding(request, pages.pad)
     known = torch.zeros(rows, dtype=torch.int64, device="cpu")
-    return _read_padding(request, pages.pad, (0, known, None if mask is None else on_host(mask)))
+    shown = request._replace(attention_mask=None if mask is None else on_host(mask))
+    return _read_padding(request, pages.pad, _Read(0, known, *_run(shown, known, columns)))
 
 
-_Read = tuple[int, Tensor, Tensor | None]
-"""On the CPU: positions so far, the padding of each row, the 2-D mask."""
+class _Read(NamedTuple):
+    """On the CPU: the positions so far; of each row the padding so far, and what `_run` returns."""
+
+    past: int
+    known: Tensor
+    start: Tensor
+    run: Tensor
 
 
 def _read_padding(
@@ -366,31 +372,37 @@ def _read_padding(
         fits = high <= request.kv_length
         assert_async((run & _same(start, known, seen)).all() & fits, _STOP)
         return start, []
-    past, before, shown = read or _on_host(request, known, seen)
-    start, run = _run(request._replace(attention_mask=shown), before, past + queries)
-    if past + queries > request.kv_length:
+    read = read or _on_host(request, known, seen)
+    starts = _checked_padding(read, request)
+    if generation is not None:
+        generation.checked = own
+    if read.start.device == known.device:
+        return read.start, [read.past, *starts]
+    start = _run(request, known, high)[0] if any(starts) else torch.zeros_like(known)
+    return start, [read.past, *starts]
+
+
+def _checked_padding(read: _Read, request: Request) -> list[int]:
+    """The padding of each row. Raises InvalidInput where pages cannot hold the tokens."""
+    length = read.past + request.q_length
+    if length > request.kv_length:
         want = f"at most {request.kv_length} positions, the room of this cache"
-        fail(InvalidInput, "length", past + queries, want)
-    if not run.all():
+        fail(InvalidInput, "length", length, want)
+    if not read.run.all():
         want = (
             "zeros on the left and ones up to the newest token: pages hold no other pattern. Use "
             'cache="hf" for such masks'
         )
         got = "holes, padding on the right, or too few columns"
         fail(InvalidInput, "attention_mask", got, want)
-    if not _same(start, before, past).all():
+    if not _same(read.start, read.known, read.past).all():
         want = (
             "the padding of the first step, in every step: pages hold the tokens that were not "
             "padding then"
         )
         got = "another padding than before, or rows that the step before left out"
         fail(InvalidInput, "attention_mask", got, want)
-    if generation is not None:
-        generation.checked = own
-    starts = start.tolist()
-    if start.device != known.device:
-        start = _run(request, known, high)[0] if any(starts) else torch.zeros_like(known)
-    return start, [past, *starts]
+    return read.start.tolist()
 
 
 def _same(start: Tensor, known: Tensor, seen: Tensor | int) -> Tensor:
@@ -400,17 +412,11 @@ def _same(start: Tensor, known: Tensor, seen: Tensor | int) -> Tensor:
 
 
 def _on_host(request: Request, known: Tensor, seen: Tensor) -> _Read:
-    """The host waits for the device once."""
-    padding = request.attention_mask
-    numbers = torch.cat([seen.reshape(1), known])
-    if padding is None:
-        before = numbers.cpu()
-        return int(before[0]), before[1:], None
-    # In one copy, in which the mask keeps its byte a token.
-    count = numbers.nbytes
-    read = torch.cat([numbers.view(torch.uint8), padding.flatten().view(torch.uint8)]).cpu()
-    before = read[:count].clone().view(numbers.dtype)
-    return int(before[0]), before[1:], read[count:].view(torch.bool).view(padding.shape)
+    """The host waits for the device once, and reads some numbers a row and no mask."""
+    start, run = _run(request, known, seen + request.q_length)
+    numbers = torch.cat([seen.reshape(1), known, start, run]).cpu()
+    past, *of_rows = numbers.split([1, *[known.shape[0]] * 3])
+    return _Read(int(past), *of_rows)
 
 
 def _is_after_prompt(request: Request, generation: Any, one: bool) -> bool:

@@ -213,7 +213,7 @@ def attend_keys(
     key = request.key[0].transpose(1, 2)
     value = request.value[0].transpose(1, 2)
     stored = k_pages.dtype
-    if query.dtype != stored or key.dtype != stored or value.dtype != stored:  # under autocast
+    if not query.dtype == key.dtype == value.dtype == stored:  # under autocast
         query, key, value = query.to(stored), key.to(stored), value.to(stored)
     step = _Step(request, found, view, query, key, value)
     if view.one_launch and count == 1:

@@ -65,14 +65,14 @@ def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.devi
     """
     placed: Tensor | None = None
     dtype: torch.dtype | None = None
-    waiting = [module] if model is None else [model, module]
-    while waiting and dtype is None:
-        each = waiting.pop()
+    parts = [module] if model is None else [module, model]
+    for each in (inner for part in parts for inner in part.modules()):
         own = [p for p in each._parameters.values() if p is not None]
         if own:
             placed = own[0] if placed is None else placed
             dtype = _dtype_of(own)
-        waiting += [inner for inner in reversed(each._modules.values()) if inner is not None]
+        if dtype is not None:
+            break
     device = torch.device("cpu") if placed is None else placed.device
     if device.type == "meta":
         device = _runs_on(module, device)

@@ -32,7 +32,8 @@ from attnops.kernels.shared.memory import address
 log = logging.getLogger("attnops.kernels")
 
 MOST_THREADS = max(4, min(8, processors() // 2))
-"""Most of a compilation is LLVM's and the assembler's, which leave the interpreter to others."""
+"""A thread waits for a process, or compiles: LLVM and the assembler leave the interpreter to
+others."""
 
 
 @dataclass(eq=False)

@@ -35,11 +35,11 @@ from attnops.measured.store import foreign_variable
 
 log = logging.getLogger("attnops.kernels")
 
-
 LEAST_CPUS = 4
 """Processors from which on it is faster to start processes than to compile in threads."""
 
 MARK = "attnops-compiled"
+"""A file of Triton's cache, in the folder of a kernel and GPU for which a process had a job."""
 
 Target = tuple[Any, ...]
 """The arguments of Triton's GPUTarget."""
@@ -55,7 +55,7 @@ def processors() -> int:
 
 
 def _marks(*known: Any) -> Any:
-    """Where Triton's cache keeps a mark on what is known so."""
+    """The folder of Triton's cache that may hold the mark. known: what it is for."""
     import triton
     from triton.runtime.cache import get_cache_manager
 

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnops.core.kernel import deterministic
 from attnops.kernels.shared.experts import experts as composed
 from attnops.kernels.shared.launch.beside import ALIGNED, BESIDE, Pointer
-from attnops.kernels.shared.launch.compiled import Made, Values, is_plain
+from attnops.kernels.shared.launch.compiled import Made, is_plain
 from attnops.kernels.shared.launch.gpu import (
     computed_in,
     flat,
@@ -281,7 +281,7 @@ class Repeated:
         self._functions = device.few_tokens, device.combine
         if self._two:
             self._functions = device.one_token_up, device.one_token_down
-        self._made: tuple[tuple[Callable[..., None], Values], ...] = ()
+        self._made: tuple[Made, ...] = ()
         self._reads: tuple[Read, ...] = ()
 
     def __call__(self, call: Experts) -> None:
@@ -333,7 +333,7 @@ class Repeated:
 
 
 class Read:
-    """How launches read a weight: as it is, or by a descriptor.
+    """What launches read a weight by: the tensor, or a descriptor of it.
 
     A descriptor is an address here and no tensor, so it holds no memory, and serves whatever weight
     of this kind is at the address.
