@@ -50,7 +50,7 @@ from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.generation import Generation, current_generation, running_generation
 from attnops.hf.models.attention_modules import Match
 from attnops.hf.models.latents import dims_of
-from attnops.hf.models.methods import Method, walk
+from attnops.hf.models.methods import Method, Tree
 from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
@@ -133,6 +133,7 @@ class PagedMode:
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
+        self._tree: Tree | None = None
         self._kept: tuple[Problem, ...] | None = None
 
     def _modules(self, found: Match) -> list[Any]:
@@ -181,7 +182,7 @@ class PagedMode:
             fail(PatchError, f"{got} on {device}; want {want}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_decoder": None}
+        return {**self.__dict__, "_pool": None, "_decoder": None, "_tree": None}
 
     def apply(self) -> None:
         """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
@@ -401,7 +402,8 @@ class PagedMode:
         mask = model_kwargs.get("attention_mask")
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
-        within = walk(self._owner)
+        self._tree = self._tree or Tree(self._owner)
+        within = self._tree.walk()
         call = Call(
             self._owner,
             generation_config,

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 import attnops
@@ -14,6 +15,7 @@ from attnops.hf import tiny
 from attnops.hf.attention import descriptor
 from attnops.hf.cache.names import named
 from attnops.hf.generation import current_generation, growing
+from attnops.hf.models import methods
 from tests.hf.helpers import generated, left_padded, near, same_tokens, tokens
 
 HOLES = torch.ones(3, 14, dtype=torch.int64)
@@ -148,3 +150,26 @@ def test_blocks_and_copies(impatient):
         assert torch.equal(generated(twin, new=4), want)
         twin._attnops.unpatch()
         assert "prepare_inputs_for_generation" not in vars(twin) and not twin._forward_hooks
+
+
+def test_a_tree_follows_the_modules_that_are_set_and_taken_away():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    tree = methods.Tree(model)
+
+    def replace():
+        model[1][0] = nn.Linear(2, 2)
+
+    def join():
+        model[0].more = nn.Dropout()  # it had no modules
+
+    def leave():
+        del model[1]
+
+    for change in (replace, join, leave):
+        change()
+        for module in model.modules():
+            if not module._forward_hooks:
+                module.register_forward_hook(lambda *_: None)
+        hooked, training = tree.walk()
+        assert set(hooked) == {*model.modules()} - {model}, change
+        assert set(training) == {*model.modules()}, change

@@ -14,10 +14,10 @@ import attnops
 from attnops.core.errors import InvalidInput
 from attnops.graphs.compile_pieces import Program
 from attnops.graphs.per_layer import NotRegional, Regions
-from attnops.hf import page_model, tiny
+from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.models import methods
-from attnops.hf.steps import graphed_steps, model_state, prompt
+from attnops.hf.steps import model_state, prompt
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import Failing, beside, generated, logits
 from tests.hf.helpers import relative, tokens
@@ -129,11 +129,11 @@ def test_one_graph_of_a_size_serves_other_weights_after_a_change():
 
 
 def test_a_captured_prompt_walks_the_model_once_and_reads_its_mask_once(monkeypatch):
-    walks, reads, to = [], [], torch.Tensor.to
+    walks, reads, to, walk = [], [], torch.Tensor.to, methods.Tree.walk
 
-    def walked(model):
-        walks.append(model)
-        return methods.walk(model)
+    def walked(tree):
+        walks.append(tree)
+        return walk(tree)
 
     def read(x, *args, **more):
         reads.extend([x] if args == ("cpu", torch.bool) else [])
@@ -141,9 +141,9 @@ def test_a_captured_prompt_walks_the_model_once_and_reads_its_mask_once(monkeypa
 
     with first() as pair:
         assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
-        monkeypatch.setattr(page_model, "walk", walked)
-        for module, name in ((graphed_steps, "walk"), (model_state, "modules_in")):
-            monkeypatch.delattr(module, name)
+        monkeypatch.setattr(methods.Tree, "walk", walked)
+        for module in (methods, model_state):
+            monkeypatch.delattr(module, "modules_in")
         monkeypatch.setattr(torch.Tensor, "to", read)
         generated(pair.model, 2, 14, 1)
         assert pair.took.prompt == "captured" and len(walks) == len(reads) == 1

@@ -326,13 +326,16 @@ def padding_of(
     no token. The host waits for the device once; for fresh pages only where it has not read the
     mask. Raises InvalidInput.
     """
-    padding = None if mask is None else mask.bool()
-    request = Request("auto", rows, columns, pages.sizes.length, pages.seen, attention_mask=padding)
+    request = Request("auto", rows, columns, pages.sizes.length, pages.seen, attention_mask=mask)
     if not fresh:
         return _read_padding(request, pages.pad)
+    _known(request, pages.pad)
     known = torch.zeros(rows, dtype=torch.int64, device="cpu")
-    shown = request._replace(attention_mask=None if mask is None else on_host(mask))
-    return _read_padding(request, pages.pad, _Read(0, known, *_run(shown, known, columns)))
+    shown = None if mask is None else on_host(mask)
+    if shown is not None and shown.shape == (rows, columns) and shown.all():
+        shown = None  # without padding there is nothing to search for
+    read = _run(request._replace(attention_mask=shown), known, columns)
+    return _checked(request, pages.pad, _Read(0, known, *read))
 
 
 class _Read(NamedTuple):
@@ -344,19 +347,14 @@ class _Read(NamedTuple):
     run: Tensor
 
 
-def _read_padding(
-    request: Request, known: Tensor, read: _Read | None = None
-) -> tuple[Tensor, list[int]]:
+def _read_padding(request: Request, own: Tensor) -> tuple[Tensor, list[int]]:
     """(int64 `[B]`, the padding of each row; the positions so far and that padding as numbers,
     where the host reads them, else []).
 
-    known: `[rows]`, the padding so far, EMPTY for a row that the last step did not have. read: what
-    the host knows already.
+    own: `[rows]`, the padding so far of all rows of the cache, EMPTY for a row that the last step
+    did not have.
     """
-    batch, queries = request.batch_size, request.q_length
-    if batch > known.shape[0]:
-        fail(InvalidInput, "batch size", batch, f"at most {known.shape[0]}, the rows of this cache")
-    own, known = known, known[:batch]
+    known, queries = _known(request, own), request.q_length
     seen = torch.as_tensor(request.q_offset, device=known.device)
     high = seen + queries
     unseen = tracing(high)
@@ -372,12 +370,27 @@ def _read_padding(
         fits = high <= request.kv_length
         assert_async((run & _same(start, known, seen)).all() & fits, _STOP)
         return start, []
-    read = read or _on_host(request, known, seen)
+    return _checked(request, own, _on_host(request, known, seen))
+
+
+def _known(request: Request, own: Tensor) -> Tensor:
+    """own: of all rows of the cache. Raises InvalidInput for more rows."""
+    batch, most = request.batch_size, own.shape[0]
+    if batch > most:
+        fail(InvalidInput, "batch size", batch, f"at most {most}, the rows of this cache")
+    return own[:batch]
+
+
+def _checked(request: Request, own: Tensor, read: _Read) -> tuple[Tensor, list[int]]:
+    """As `_read_padding`, of what the host has read. Raises InvalidInput."""
     starts = _checked_padding(read, request)
+    generation = current_generation()
     if generation is not None:
         generation.checked = own
-    if read.start.device == known.device:
+    if read.start.device == own.device:
         return read.start, [read.past, *starts]
+    known = _known(request, own)
+    high = read.past + request.q_length
     start = _run(request, known, high)[0] if any(starts) else torch.zeros_like(known)
     return start, [read.past, *starts]
 
@@ -433,7 +446,7 @@ def _run(request: Request, known: Tensor, high: Tensor | int) -> tuple[Tensor, T
     if padding is None:
         return torch.zeros_like(known), torch.ones_like(known, dtype=torch.bool)
     columns = torch.arange(padding.shape[1], device=known.device)
-    shown = padding & (columns < high)
+    shown = padding.bool() & (columns < high)
     start = first_of(shown, columns).clamp(max=high)
     run = (shown.sum(-1) == high - start) & (high <= padding.shape[1])
     return start, run

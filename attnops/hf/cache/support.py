@@ -63,12 +63,13 @@ def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.devi
     model: gives the dtype where all weights of the module are quantised, and the device where it
     has none.
     """
+    if (found := _by_first_weights(module)) is not None:
+        return found
     placed: Tensor | None = None
     dtype: torch.dtype | None = None
     parts = [module] if model is None else [module, model]
     for each in (inner for part in parts for inner in part.modules()):
-        own = [p for p in each._parameters.values() if p is not None]
-        if own:
+        if own := _weights_of(each):
             placed = own[0] if placed is None else placed
             dtype = _dtype_of(own)
         if dtype is not None:
@@ -77,6 +78,19 @@ def where(module: nn.Module, model: nn.Module | None = None) -> tuple[torch.devi
     if device.type == "meta":
         device = _runs_on(module, device)
     return device, torch.get_default_dtype() if dtype is None else dtype
+
+
+def _by_first_weights(module: nn.Module) -> tuple[torch.device, torch.dtype] | None:
+    """As `where`, of a module whose own weights say it, or its first part's, as those of most
+    layers do; else None. It is asked of every layer at each `generate()`."""
+    first = next(iter(module._modules.values()), None)
+    own = _weights_of(module) or ([] if first is None else _weights_of(first))
+    dtype = _dtype_of(own) if own else None
+    return None if dtype is None or own[0].is_meta else (own[0].device, dtype)
+
+
+def _weights_of(module: nn.Module) -> list[Tensor]:
+    return [p for p in module._parameters.values() if p is not None]
 
 
 def _runs_on(module: nn.Module, device: torch.device) -> torch.device:
