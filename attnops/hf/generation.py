@@ -83,6 +83,14 @@ class Generation:
         old = self.verdict or lasting
         self.verdict = Verdict(*(a and b for a, b in zip(old, lasting, strict=True)))
 
+    def goes_on(self, mask: Any) -> bool:
+        """Is this the mask of a call behind the prompt? The prompt's mask was checked, and
+        generate() only appends ones to it. Each chunk of a prompt brings more of the mask."""
+        prompt = self.prompt
+        return prompt is None or (
+            isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt
+        )
+
     def note_cache(self, cache: Any, why: str) -> None:
         """Note the pages that were lent to it, or None, and why it got none."""
         self.why = why

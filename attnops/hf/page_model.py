@@ -355,14 +355,17 @@ class PagedMode:
         if isinstance(cache, PagedModelCache):
             cache.state.pages.use()
         generation = None if args or torch.is_grad_enabled() else current_generation()
-        if generation is not None and _goes_on(generation, kwargs.get("attention_mask")):
+        goes_on = generation is not None and generation.goes_on(kwargs.get("attention_mask"))
+        if generation is not None and goes_on:
             generation.stepped = True
             logits = self._step(decoder, cache, generation, kwargs)
             if logits is not None:
                 generation.graphs = decoder.last_mode
                 return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
-        logits = decoder.try_prompt(given) if is_prompt(given) else None
+        # Of one token a row, only generate() says that it is a prompt.
+        least = 2 if generation is None or goes_on else 1
+        logits = decoder.try_prompt(given) if is_prompt(given, least) else None
         if logits is None:
             decoder.look = True
             out = method.original(*args, **kwargs)
@@ -513,15 +516,6 @@ class PagedMode:
             if self._decoder is not None and (failed := self._decoder.why_not(rows)):
                 # The call whose graphs failed has warned.
                 yield Reason(f"graphs cannot be made: {failed}")
-
-
-def _goes_on(generation: Generation, mask: Any) -> bool:
-    """Is this the mask of a call behind the prompt? The prompt's mask was checked, and generate()
-    only appends ones to it. Each chunk of a prompt brings more of the mask."""
-    prompt = generation.prompt
-    return prompt is None or (
-        isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > prompt
-    )
 
 
 def give_back(cache: PagedModelCache) -> None:

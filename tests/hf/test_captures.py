@@ -70,7 +70,7 @@ def test_each_change_is_seen(mode, monkeypatch):
             # Layers with a forward of an instance share no code, and prompts are compiled after
             # steps.
             assert mode != "piecewise" or pair.took.prompt == "captured" or "forward of" in what, (
-                what
+                f"{what}: {pair.decoder.prompts.why}"
             )
 
 

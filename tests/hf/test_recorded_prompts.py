@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import attnops
@@ -113,12 +114,38 @@ def test_prompts_that_are_not_captured_run_the_layers_of_the_model():
     with first() as pair:
         assert ways(pair, [(2, 40, 2)] * 3) == [""] * 3
         assert "it has more than 64 tokens" in str(pair.handle.report())
-        cache = pair.handle.new_cache(2, 40)
-        ids = tokens(2, 24)
-        with torch.no_grad():
-            pair.model(ids[:, :12], past_key_values=cache, logits_to_keep=1)
-            pair.model(ids[:, 12:], past_key_values=cache, logits_to_keep=1)
-        assert "it goes on with a cache" in pair.decoder.prompts.why
+
+
+def _turns(model, cache, ids, lengths, pad):
+    """Of a conversation of so many new tokens a turn, the answers. Its last one is not in the cache
+    when the next turn begins."""
+    seen = 0
+    for length in lengths:
+        seen += length
+        mask = torch.ones_like(ids[:, :seen])
+        mask[0, :pad] = 0
+        given = {"attention_mask": mask, **named(cache), "do_sample": False}
+        out = model.generate(ids[:, :seen], **given, max_new_tokens=3, min_new_tokens=3)
+        yield out[:, seen:]
+        ids = torch.cat([out, ids[:, seen:]], 1)
+        seen += 3
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "granite", "gpt_neox"])
+@pytest.mark.parametrize("pad", [0, 4])
+def test_turns_of_a_conversation_are_captured(name, pad):
+    """Also those of one new token, the last one of the answer before it."""
+    ids, lengths = tokens(2, 60), [14, 9, 11, 0, 7, 25]
+    with first(name) as pair:
+        want = [*_turns(pair.twin, DynamicCache(config=pair.twin.config), ids, lengths, pad)]
+        for took in (["", "", *["captured"] * 3, ""], ["captured"] * 6):
+            cache, ran = pair.handle.new_cache(2, 90), []
+            for got, right in zip(_turns(pair.model, cache, ids, lengths, pad), want, strict=True):
+                assert torch.equal(got, right)
+                ran.append(pair.took.prompt)
+            assert ran == took, pair.handle.report()
+            del cache  # the next one is of its pages
 
 
 def test_one_graph_of_a_size_serves_other_weights_after_a_change():
@@ -306,13 +333,13 @@ def test_compiled_layers_take_over_after_capture(monkeypatch):
     monkeypatch.setattr(prompt, "CAPTURED", SIZES)
     with first() as pair:
         assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
-        held = {mode for _, mode in pair.decoder._kept.over if "prompt" in mode}
-        assert held == {"prompt, recorded"}
+        held = {mode for _, mode in pair.decoder._kept.over if "chunks" in mode}
+        assert held == {"first chunks, recorded"}
         pair.handle.capture(pair.handle.new_cache(2, 24))
         assert pair.same(2, 40, 2).prompt == "compiled"
         pair.same(2, 14, 2)
-        held = {mode for _, mode in pair.decoder._kept.over if "prompt" in mode}
-        assert held == {"prompt"}
+        held = {mode for _, mode in pair.decoder._kept.over if "chunks" in mode}
+        assert held == {"first chunks, compiled"}
 
 
 def test_release_gives_graphs_back_and_forgets_why():

@@ -81,7 +81,14 @@ class Over:
     @property
     def recorded(self) -> bool:
         """Does it hold recorded layers of prompts?"""
-        return self.mode == of_prompts(True)
+        return self.mode in {of_prompts(True, fresh) for fresh in (True, False)}
+
+    def padding(self, tokens: int) -> dict[str, Any]:
+        """Arguments of a chunk of so many tokens, none of which is stored."""
+        some, graphed = self.cache.state.pages.seen.new_zeros, self.graphed
+        by_token = dict.fromkeys(graphed.tokens, some(tokens))
+        by_request = dict.fromkeys(graphed.requests, some(self.cache.max_batch))
+        return {**by_token, **by_request, "cache": self.cache}
 
     def captured(self, kind: BucketKind, tokens: int, requests: int) -> bool:
         """Is there a graph for this kind of batch and so many tokens and requests?"""
@@ -269,9 +276,10 @@ def cannot_compile(failures: Failures[Failed], state: int | None) -> bool:
     )
 
 
-def of_prompts(recorded: bool) -> str:
-    """The mode of graphs of prompts, among the modes of steps."""
-    return "prompt, recorded" if recorded else "prompt"
+def of_prompts(recorded: bool, fresh: bool) -> str:
+    """The mode of graphs of prompts, among the modes of steps. fresh: of chunks whose requests have
+    no tokens before them."""
+    return f"{'first' if fresh else 'later'} chunks, {'recorded' if recorded else 'compiled'}"
 
 
 def remember(found: dict[Key, Value], key: Key, value: Value) -> Value:

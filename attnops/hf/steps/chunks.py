@@ -1,9 +1,18 @@
-"""`Part`: a chunk of the packed tokens of a prompt."""
+"""`Part`: a chunk of the packed tokens of a prompt, and the tensors of chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnops.cache.batch import PagedBatch
+from attnops.cache.step import Tokens
+from attnops.hf.cache.model_pages import ModelPages
 
 
 class Part(NamedTuple):
@@ -59,3 +68,59 @@ def parts_of(counts: Sequence[int], before: Sequence[int], most: int) -> list[Pa
 
 def _is_part(part: Part, counts: Sequence[int]) -> bool:
     return any(0 < here < n for here, n in zip(part.counts, counts, strict=True))
+
+
+def why_unpacked(counts: Sequence[int], padded: bool, compiled: bool) -> str:
+    """Why these tokens of each row are not packed; "" where they are. padded: without positions.
+    compiled: by layers whose code takes any number of tokens, but one."""
+    if min(counts) < 1:
+        return "a row has no token"
+    if compiled and sum(counts) == 1:
+        return "it is one token"
+    return "padding, and no positions" if padded else ""
+
+
+def unpadded(ids: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
+    """int64 `[2, T]`, the tokens of all rows without padding, one row after the other, and their
+    positions.
+
+    ids: `[B, S]`. positions: as large, or for all rows. counts: the last tokens of each row that
+    are no padding.
+    """
+    rows, columns = ids.shape
+    both = torch.stack([x.expand(rows, columns).reshape(-1) for x in (ids, positions)])
+    if sum(counts) == both.shape[1]:
+        return both
+    kept = [
+        torch.arange((row + 1) * columns - n, (row + 1) * columns) for row, n in enumerate(counts)
+    ]
+    return both[:, torch.cat(kept).to(ids.device)]
+
+
+def packed(pages: ModelPages, counts: Tensor, before: Tensor, total: int) -> PagedBatch:
+    """The batch of `total` tokens: those of all requests, one after the other, and of one request
+    more that is not stored. Over pages, that one reads the null page.
+
+    counts, before: int64 `[B]`, the new tokens of each request, and those in its pages.
+    """
+    at, ends = torch.arange(total, device=counts.device), counts.cumsum(0)
+    owner = torch.searchsorted(ends, at, right=True)
+    real, row = owner < counts.shape[0], owner.clamp(max=counts.shape[0] - 1)
+    own = torch.where(real, before[row] + at - (ends - counts)[row], -1)
+    starts = pad(ends, (1, 0)).to(torch.int32)
+    batch = pages.describe(
+        Tokens(own, row, starts, total), counts.shape[0], (before + counts).to(torch.int32)
+    )
+
+    def with_rest(each: PagedBatch) -> PagedBatch:
+        room = each.page_table.shape[1] * pages.page_size
+        rest = (total - starts[-1:]).clamp(max=room)
+        return replace(
+            each,
+            page_table=pad(each.page_table, (0, 0, 0, 1)),
+            seq_lens=torch.cat([each.seq_lens, rest]),
+            cu_seqlens_q=pad(starts, (0, 1), value=total),
+            others=tuple(map(with_rest, each.others)),
+        )
+
+    return with_rest(batch)

@@ -53,7 +53,7 @@ from attnops.hf.steps.captures import (
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
-from attnops.hf.steps.prompt import GOES_ON, PROMPT, Prompts
+from attnops.hf.steps.prompt import PROMPT, Prompts
 from attnops.hf.steps.reasons import runs_hooks
 from attnops.lowering import Product
 from attnops.lowering.fuse_norm_linear_pass import summary
@@ -320,7 +320,7 @@ class Decoder:
             try:
                 graphs = partial(self._prompt_graphs, state, recorded)
                 logits = self.prompts.run(given, graphs, recorded)
-                self._bound(self._kept.over.get((state.pages, of_prompts(recorded))))
+                self._bound(*self._kept.over.values())
                 return logits
             except SideEffect as error:
                 self._set_aside(error, state)
@@ -347,8 +347,6 @@ class Decoder:
             yield "it asks for more than logits"
         yield from self.prompts.why_not(given)
         if recorded:
-            if cache_in(given).state.filled:
-                yield GOES_ON
             return
         broken = cannot_compile(self.failures, self._state)
         if self.how.mode == "breakable" or broken or not (self.regions or self._at_once):
@@ -375,16 +373,17 @@ class Decoder:
             if not self.aside and self._mode(rows) == "breakable":
                 self._of(state, rows).begin(rows)
 
-    def _prompt_graphs(self, state: State, recorded: bool) -> Over:
-        """The graphs of prompts over these pages."""
-        made, key = self._kept.over, (state.pages, of_prompts(recorded))
-        before = made.pop((state.pages, of_prompts(not recorded)), None)
+    def _prompt_graphs(self, state: State, recorded: bool, fresh: bool) -> Over:
+        """The graphs of chunks of prompts over these pages. fresh: see `of_prompts`."""
+        made, key = self._kept.over, (state.pages, of_prompts(recorded, fresh))
+        before = made.pop((state.pages, of_prompts(not recorded, fresh)), None)
         if before is not None:
             before.graphed.free()
         if key not in made:
             cache, options = self._make(state.pages), options_of(self._model, self.how)
             kinds = self._kinds() if recorded else None
-            made[key] = Over(cache, self.prompts.graphed(cache, options, kinds), key[1])
+            graphed = self.prompts.graphed(cache, options, kinds, fresh)
+            made[key] = Over(cache, graphed, key[1])
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
@@ -418,9 +417,10 @@ class Decoder:
                 found.cache.state.end_step()
             self._bound(found)
 
-    def _bound(self, over: Over | None) -> None:
+    def _bound(self, *graphs: Over) -> None:
         """Free graphs of other states where a capture has taken more memory than all may have."""
-        if over is not None and over.grew():
+        grew = [over.grew() for over in graphs]
+        if any(grew):
             self.captures.fit()
 
     def forget(self, pages: ModelPages) -> None:

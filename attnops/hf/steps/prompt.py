@@ -3,9 +3,9 @@ recorded for the tokens of a graph.
 
 The tokens of a batch are packed into one row, without padding, and taken in chunks of whole
 requests, or of parts of one long request. The first tokens of a request attend to each other; later
-chunks, and prompts that go on with a cache, attend over pages. Chunks of few tokens are captured:
-padding, which fills a bucket, is one request more, whose tokens are not stored. Recorded layers run
-in graphs alone: the model's own layers run the chunks that are not captured.
+chunks, and prompts that go on with a cache, attend over pages and have graphs of their own. Chunks
+are captured: padding, which fills a bucket, is one request more, whose tokens are not stored.
+Recorded layers run in graphs alone: the model's own layers run the chunks that are not captured.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import ordinary
-from attnops.cache.step import Tokens
 from attnops.core.errors import (
     InvalidInput,
     NoKernel,
@@ -45,7 +41,7 @@ from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, Step
 from attnops.hf.steps.captures import Failures, Over, passing
-from attnops.hf.steps.chunks import Part, parts_of
+from attnops.hf.steps.chunks import Part, packed, parts_of, unpadded, why_unpacked
 from attnops.hf.steps.compiled_layers import Here, modules_of
 from attnops.lowering import merge_linears_pass
 
@@ -72,21 +68,20 @@ _TRIAL = 256
 _OF_LENGTH = ("dynamic", "longrope")
 
 
-def is_prompt(given: dict[str, Any]) -> bool:
-    """Are these arguments of a model several tokens of each row, for a cache of ours, and no
-    gradient?"""
+def is_prompt(given: dict[str, Any], least: int) -> bool:
+    """Are these arguments of a model at least so many tokens of each row, for a cache of ours, and
+    no gradient?"""
     ids = given.get("input_ids")
     tokens = (
         isinstance(ids, Tensor)
         and ids.dim() == 2
         and ids.dtype == torch.int64
-        and ids.shape[1] > 1
+        and ids.shape[1] >= least
         and not tracing(ids)
     )
     return tokens and not torch.is_grad_enabled() and isinstance(cache_in(given), PagedModelCache)
 
 
-GOES_ON = "it goes on with a cache, and such prompts are not captured"
 _NO_ROOM = "the budget of graphs (Decode.budget_bytes) has no room for its size"
 
 # Of a config: further results of every call.
@@ -190,13 +185,15 @@ class Prompts:
             yield "the model's config asks for more than logits"
 
     def run(
-        self, given: dict[str, Any], graphs: Callable[[], Over], recorded: bool
+        self, given: dict[str, Any], graphs: Callable[[bool], Over], recorded: bool
     ) -> Tensor | None:
         """Logits `[B, 1, V]` of the last tokens. None, with the reason in `why`, where the model's
         own layers must run them; the cache is as it was then, and where an error is raised.
 
-        graphs: returns the graphs over the pages. recorded: graphs hold recorded layers, and no
-        layers are compiled. Raises InvalidInput: a mask that pages cannot follow.
+        graphs: returns the graphs over the pages, of first chunks (True) or of later ones.
+        recorded: graphs hold recorded layers, and no layers are compiled.
+
+        Raises InvalidInput: a mask that pages cannot follow.
         """
         self.due = None
         cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
@@ -205,7 +202,8 @@ class Prompts:
             given.get("attention_mask"), state.pages, rows, columns, fresh=not state.filled
         )
         counts = [columns - max(s - seen, 0) for s in starts]
-        self.why = _why_unpacked(counts, padded=positions is None and any(starts))
+        padded = positions is None and any(starts)
+        self.why = why_unpacked(counts, padded, compiled=not recorded)
         if self.why:
             return None
         if positions is None:
@@ -214,7 +212,7 @@ class Prompts:
         over = self._graphs_of(parts, graphs, recorded)
         if self.why:
             return None
-        logits = self._tried(parts, over, _unpadded(ids, positions, counts), cache)
+        logits = self._tried(parts, over, unpadded(ids, positions, counts), cache)
         if logits is None:
             return None
         state.pages.advance(start, columns)
@@ -237,7 +235,7 @@ class Prompts:
         return traced or not (self._ran or isinstance(error, InvalidInput))
 
     def _graphs_of(
-        self, parts: list[Part], graphs: Callable[[], Over], recorded: bool
+        self, parts: list[Part], graphs: Callable[[bool], Over], recorded: bool
     ) -> list[Over | None]:
         """The graphs that have each chunk. Sets `why` where the model's own layers must run them,
         as for want of recorded layers, or where a short prompt's are as fast as compiled ones."""
@@ -248,15 +246,13 @@ class Prompts:
             self.why = against[0]
         return [None if isinstance(each, str) else each for each in due]
 
-    def _due(self, part: Part, graphs: Callable[[], Over], after: int) -> Over | str:
+    def _due(self, part: Part, graphs: Callable[[bool], Over], after: int) -> Over | str:
         """The graphs that have a chunk, or why it has none by now. after: as `CAPTURE_AFTER`."""
         if self.uncaptured:
             return self.uncaptured
-        if not part.fresh:
-            return GOES_ON
         if part.size > CAPTURED[-1]:
             return f"it has more than {CAPTURED[-1]:,} tokens, and such prompts are not captured"
-        over = graphs()
+        over = graphs(part.fresh)
         if over.graphed.buckets.find("mixed", part.size, 1) is None:
             return _NO_ROOM
         if over.chunks(part.size) > after:
@@ -279,12 +275,9 @@ class Prompts:
             over = due and due[0]()
             if due is None or over is None:
                 return  # another thread has begun, or the graphs were freed
-            self._begun, tokens = True, due[1]
-            some = over.cache.state.pages.seen.new_zeros
-            padding, counts = some(tokens), some(over.cache.max_batch)
-            given = {"tokens": padding, "positions": padding, "counts": counts, "cache": over.cache}
+            self._begun = True
             with suppress(Exception):  # the capture raises it
-                over.graphed.begin(**given)
+                over.graphed.begin(**over.padding(due[1]))
 
     def _tried(
         self,
@@ -316,7 +309,7 @@ class Prompts:
         tokens: Tensor,
         cache: PagedModelCache,
     ) -> list[Tensor]:
-        """The logits of each chunk. tokens: see `_unpadded`."""
+        """The logits of each chunk. tokens: see `unpadded`."""
         self._failed = self._replayed = False
         pages = cache.state.pages
         with ordinary(), uncached_casts():
@@ -346,15 +339,16 @@ class Prompts:
         """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or
         None.
 
-        sent: `part.counts`, `before`, `ends` and `last` on the device. chunk: of `_unpadded`.
+        sent: `part.counts`, `before`, `ends` and `last` on the device. chunk: of `unpadded`.
         Raises _NotCaptured where recorded layers could not be captured.
         """
         (tokens, positions), (counts, before, ends, last) = chunk, sent
         if over is not None and not self.uncaptured and not self._failed:
+            given = {"tokens": tokens, "positions": positions, "counts": counts}
+            if not part.fresh:
+                given["before"] = before
             try:
-                logits: Tensor = over.graphed(
-                    tokens=tokens, positions=positions, counts=counts, cache=over.cache
-                )
+                logits: Tensor = over.graphed(**given, cache=over.cache)
             except (SideEffect, _NotCaptured):
                 raise
             except Exception as error:
@@ -435,25 +429,30 @@ class Prompts:
             self.failures.note("layers", error)
 
     def graphed(
-        self, cache: PagedModelCache, options: dict[str, Any], kinds: Kinds | None
+        self, cache: PagedModelCache, options: dict[str, Any], kinds: Kinds | None, fresh: bool
     ) -> Graphed:
-        """Graphs of first chunks, over a cache of ours. options: of `Graphed`. kinds: of recorded
-        layers; None: they are compiled."""
+        """Graphs of chunks, over a cache of ours. options: of `Graphed`. kinds: of recorded layers;
+        None: they are compiled. fresh: of first chunks."""
 
         def step(
-            tokens: Tensor, positions: Tensor, counts: Tensor, cache: PagedModelCache
+            tokens: Tensor,
+            positions: Tensor,
+            counts: Tensor,
+            cache: PagedModelCache,
+            before: Tensor | None = None,
         ) -> Tensor:
             if kinds is not None and tokens.shape[0] not in CAPTURED:
                 raise _NotCaptured(_NO_ROOM)  # the bucket was dropped in this call
             last = (counts.cumsum(0) - 1).clamp(min=0)
-            before, regions = torch.zeros_like(counts), kinds or self._compiled()
-            return self.step(tokens, positions, counts, before, last, True, cache, regions)
+            before = torch.zeros_like(counts) if before is None else before
+            regions = kinds or self._compiled()
+            return self.step(tokens, positions, counts, before, last, fresh, cache, regions)
 
         return breakable(
             step,
             Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"),
             tokens=("tokens", "positions"),
-            requests=("counts",),
+            requests=("counts",) if fresh else ("counts", "before"),
             over_budget="drop",
             runner=AsItRuns() if kinds is None else OneSize(kinds),
             **options,
@@ -464,60 +463,3 @@ def _early(after: int) -> str:
     """Why a size is not captured before so many chunks of it ran."""
     few = "no prompt" if after == 1 else f"fewer than {after} prompts"
     return f"{few} of its size ran over these pages before"
-
-
-def _why_unpacked(counts: Sequence[int], padded: bool) -> str:
-    """Why these tokens of each row are not packed; "" where they are. padded: without positions."""
-    if min(counts) < 1:
-        return "a row has no token"
-    if sum(counts) == 1:
-        return "it is one token"
-    return "padding, and no positions" if padded else ""
-
-
-def _unpadded(ids: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
-    """int64 `[2, T]`, the tokens of all rows without padding, one row after the other, and their
-    positions.
-
-    ids: `[B, S]`. positions: as large, or for all rows. counts: the last tokens of each row that
-    are no padding.
-    """
-    rows, columns = ids.shape
-    both = torch.stack([x.expand(rows, columns).reshape(-1) for x in (ids, positions)])
-    if sum(counts) == both.shape[1]:
-        return both
-    kept = [
-        torch.arange((row + 1) * columns - n, (row + 1) * columns) for row, n in enumerate(counts)
-    ]
-    return both[:, torch.cat(kept).to(ids.device)]
-
-
-def packed(pages: ModelPages, counts: Tensor, before: Tensor, total: int) -> PagedBatch:
-    """The batch of `total` tokens: those of all requests, one after the other, and of one request
-    more that is not stored.
-
-    counts, before: int64 `[B]`, the new tokens of each request, and those in its pages.
-    """
-    at, ends = torch.arange(total, device=counts.device), counts.cumsum(0)
-    owner = torch.searchsorted(ends, at, right=True)
-    real, row = owner < counts.shape[0], owner.clamp(max=counts.shape[0] - 1)
-    own = torch.where(real, before[row] + at - (ends - counts)[row], -1)
-    starts = pad(ends, (1, 0)).to(torch.int32)
-    batch = pages.describe(
-        Tokens(own, row, starts, total), counts.shape[0], (before + counts).to(torch.int32)
-    )
-
-    def with_rest(each: PagedBatch) -> PagedBatch:
-        table, lengths = (
-            torch.cat([x, torch.zeros_like(x[:1])]) for x in (each.page_table, each.seq_lens)
-        )
-        cu_seqlens_q = pad(starts, (0, 1), value=total)
-        return replace(
-            each,
-            page_table=table,
-            seq_lens=lengths,
-            cu_seqlens_q=cu_seqlens_q,
-            others=tuple(map(with_rest, each.others)),
-        )
-
-    return with_rest(batch)
