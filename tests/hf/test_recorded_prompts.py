@@ -50,7 +50,7 @@ def ways(pair, calls):
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "granite"]
+    "name", ["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "granite", "minicpm3"]
 )
 def test_the_second_prompt_of_a_size_is_captured(name):
     """Rows have padding on the left, and lengths differ from call to call."""
@@ -132,7 +132,7 @@ def _turns(model, cache, ids, lengths, pad):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "granite", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "granite", "minicpm3"])
 @pytest.mark.parametrize("pad", [0, 4])
 def test_turns_of_a_conversation_are_captured(name, pad):
     """Also those of one new token, the last one of the answer before it."""

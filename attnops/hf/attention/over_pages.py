@@ -109,11 +109,9 @@ def attend(
         with _exactly(query.device.type):
             renew(asked.module.kv_b_proj, key[0])
     # In expanded form where the cache has no tokens but the step's own, which need no gather.
-    return (
-        None
-        if view.fresh and view.batch.max_seqlen_q > ABSORB_UP_TO
-        else absorbed(asked, view, found.window_left, latent)
-    )
+    if not view.fresh or view.batch.max_seqlen_q <= ABSORB_UP_TO:
+        return absorbed(asked, view, found.window_left, latent)
+    return _unfolded(asked, view, found, varlen) if view.packed else None
 
 
 def _checked(asked: Asked) -> Range:
@@ -280,6 +278,15 @@ def _packed(step: _Step, new: tuple[Tensor, Tensor], kernel: str | None) -> Tens
         **_rules(step),
     )
     return out.view(*step.query.shape[:3], out.shape[2])
+
+
+def _unfolded(asked: Asked, view: View, found: Range, kernel: str | None) -> Tensor:
+    """As `_packed`, of latents in expanded form."""
+    request, module = asked.request, asked.module
+    unfolded = type(module).expand_kv(module, request.key[0], request.value[0])
+    query, key, value = (x.transpose(1, 2) for x in (request.query, *unfolded))
+    step = _Step(request, found, view, query, key, value)
+    return _packed(step, (key.flatten(0, 1), value.flatten(0, 1)), kernel)
 
 
 _Keys = tuple[Tensor, Tensor, Tensor | None, Tensor | None]

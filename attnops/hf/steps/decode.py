@@ -345,7 +345,7 @@ class Decoder:
         """Each reason, but for those of the model's state, why its own layers run this prompt."""
         if more(given):
             yield "it asks for more than logits"
-        yield from self.prompts.why_not(given)
+        yield from self.prompts.why_not(given, recorded)
         if recorded:
             return
         broken = cannot_compile(self.failures, self._state)

@@ -155,16 +155,16 @@ class Prompts:
         apart = f"; short ones are not captured: {self.uncaptured}" if self.uncaptured else ""
         return (f"the last prompt ran through {ran}{apart}",) if ran else ()
 
-    def why_not(self, given: dict[str, Any]) -> Iterator[str]:
-        """Each reason why the model's own layers run this prompt."""
+    def why_not(self, given: dict[str, Any], recorded: bool) -> Iterator[str]:
+        """Each reason why the model's own layers run this prompt. recorded: see `run`."""
         cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
         state = cache.state
         if "layers" in self.failures.lasting:
             yield f"its layers cannot be compiled: {self.failures.lasting['layers']}"
         if deterministic(active_policy()):
             yield "under a deterministic policy bits may not follow from the prompts before"
-        if cache.latent:
-            yield "the pages hold latents"
+        if cache.latent and not recorded:
+            yield "the pages hold latents, and compiled layers take none"
         if state.filled and any(state.pages.windows):
             yield "it goes on with a cache of sliding windows"
         if state.filled and not state.whole:
