@@ -182,7 +182,8 @@ def test_the_host_reads_once_and_sends_once(took, padded, bounds, monkeypatch):
             own = {"kernels", "reference.py", "tensors.py"}.intersection(
                 Path(code.co_filename).parts
             )
-            if not (own or code.co_name in ("padding_of", "_checked_padding")):
+            of_read = code.co_name in ("padding_of", "_checked_padding")
+            if not (own or (of_read and owner is torch.Tensor)):
                 seen.append(word)
             return real(*args, **kwargs)
 
@@ -218,8 +219,8 @@ def test_compiled_after_a_fixed_number_of_tokens(mode):
         modes = [each.decode for each in took]
         assert modes == [("breakable" if mode == "auto" else "piecewise"), *["piecewise"] * 5]
         if mode == "auto":
-            assert [each.prompt for each in took] == ["", *["captured"] * 5]
-            assert "without a compiler" in str(pair.handle.report())
+            assert not any(each.prompt for each in took)
+            assert "such prompts are not captured" in str(pair.handle.report())
         else:
             # Steps are compiled after the first prompt. Two more of 128 tokens each are as many as
             # 64 for each of the 4 steps.

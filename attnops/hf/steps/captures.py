@@ -119,6 +119,11 @@ class Kept(NamedTuple):
     over: dict[tuple[ModelPages, str], Over]
     taken: Counter[Kind]
 
+    @property
+    def compiled(self) -> bool:
+        """Has it graphs of compiled steps, as a state that comes back may?"""
+        return any(mode == "piecewise" for _, mode in self.over)
+
     def waits(self, most: int) -> bool:
         """Has a kind of step run less than `most` times, after which it is compiled?"""
         return any(steps < most for kind, steps in self.taken.items() if kind != "prompt")

@@ -349,7 +349,8 @@ class Decoder:
         if recorded:
             return
         broken = cannot_compile(self.failures, self._state)
-        if self.how.mode == "breakable" or broken or not (self.regions or self._at_once):
+        compiled = self.regions or self._at_once or self._kept.compiled
+        if self.how.mode == "breakable" or broken or not compiled:
             yield "steps are not compiled"
 
     def _kinds(self) -> Kinds:
