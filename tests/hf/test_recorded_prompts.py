@@ -100,7 +100,7 @@ def test_random_calls_have_the_tokens_of_transformers(name, monkeypatch):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3"])
 def test_mixtures(name):
     """In bfloat16, for torch's grouped products have no fake result in float32. The first logits
     are those of the model's own layers in the call before."""
@@ -146,6 +146,15 @@ def test_turns_of_a_conversation_are_captured(name, pad):
                 ran.append(pair.took.prompt)
             assert ran == took, pair.handle.report()
             del cache  # the next one is of its pages
+
+
+@pytest.mark.parametrize("name", ["llama", "minicpm3"])
+def test_a_long_prompt_is_captured_in_chunks(name, monkeypatch):
+    """One row takes several, and the next begins one of its own."""
+    monkeypatch.setattr(prompt, "CHUNK", 64)
+    with first(name) as pair:
+        assert ways(pair, [(2, 150, 2)] * 3) == ["", "captured", "captured"]
+        assert len(pair.decoder._kept.over) == 3, "of steps, of first chunks and of later ones"
 
 
 def test_one_graph_of_a_size_serves_other_weights_after_a_change():

@@ -420,8 +420,7 @@ class Decoder:
 
     def _bound(self, *graphs: Over) -> None:
         """Free graphs of other states where a capture has taken more memory than all may have."""
-        grew = [over.grew() for over in graphs]
-        if any(grew):
+        if sum(over.grew() for over in graphs):
             self.captures.fit()
 
     def forget(self, pages: ModelPages) -> None:
