@@ -253,7 +253,7 @@ class Graphed(Options):
             self._check_lengths(values, self._inputs.width)
         self._inputs.load(entry.bucket, values, tokens, requests)
         if entry.planned is not None:
-            self._plan_again(entry, entry.planned)
+            self._plan_again(entry, entry.planned, values)
         before = [t.detach().clone() for t in self.state] if due else []
         for step in entry.recorded.steps:
             step()
@@ -282,9 +282,10 @@ class Graphed(Options):
             want = f"at most {most}, the page table's width"
             fail(StaleGraph, f"{self.batch}.seq_lens", f"{longest} tokens", want)
 
-    def _plan_again(self, entry: Entry, batch: PagedBatch) -> None:
+    def _plan_again(self, entry: Entry, batch: PagedBatch, values: Values) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
-        assert self.prepare is not None and self.batch is not None
+        assert self.prepare is not None and self.batch is not None and self._inputs is not None
+        batch.known(self._inputs.host_lengths(entry.bucket, values[self.batch]))
         new, old = self.prepare(batch), entry.values[self.batch]
         for name in ("plan", "workspace"):
             field = f"{self.batch}.{name} of prepare"

@@ -38,16 +38,15 @@ from attnops.kernels.flashinfer.modules import I32, LN2, Layout, Places, Shape, 
 from attnops.kernels.shared.plan import (
     HEADER,
     cut,
-    host_lengths,
     host_plan,
+    lengths_of,
     read_header,
-    whole_table,
+    staging_of,
     within,
     write_header,
 )
 from attnops.kernels.shared.tokens import blank, fresh, past, see_nothing, with_sinks
 from attnops.measured import Roofline, phases
-from attnops.ops.metadata import reference as data
 
 if TYPE_CHECKING:
     from attnops.ops.attention import varlen
@@ -152,18 +151,20 @@ def plan_paged_attention(call: plan.PlanPagedAttention) -> None:
         call.plan.zero_()
         return
     c = _layout(call, device, Shape.of_plan(call))
-    table, seq_lens = whole_table(call, call.num_pages, call.page_size)
+    table, seq_lens, *on_host = lengths_of(call)
     at = Places._make(cut("workspace", call.workspace, c.sizes, I32))
-    tables, ints = cut("plan", call.plan[HEADER:].view(torch.uint8), _staged(c.sizes), I32)
-    starts, page_starts, last, keys = _host_tables(c.shape, *host_lengths(call, seq_lens))
+    sizes = _staged(c.sizes)
+    tables, ints = staging_of(call, 4 * sum(sizes)).view(I32).split_with_sizes(sizes)
+    starts, page_starts, last, keys = _host_tables(c.shape, *on_host)
     torch.cat([starts, page_starts, last], out=tables[: 3 * c.shape.rows + 2])
-    call.workspace[: tables.nbytes].view(I32).copy_(tables, non_blocking=True)
-    asked = torch.where(call.cu_seqlens_q.diff() > 0, seq_lens, 0)
-    indices = data.indices_of(table, asked, call.page_size)[1]
+    if not on_host[1].diff().all():  # requests without a token have no row of a decode
+        seq_lens = torch.where(call.cu_seqlens_q.diff() > 0, seq_lens, 0)
+    _, indices, _ = torch.ops.attnops.kv_indices.default(table, seq_lens, page_size=call.page_size)
     at.indices[: indices.numel()].copy_(indices)
     made = _call_planner(
         c, fi.load_paged(c.module), at, ints.view(torch.uint8), (starts, page_starts, keys)
     )
+    call.workspace[: tables.nbytes].view(I32).copy_(tables, non_blocking=True)
     write_header(call.plan, c.path, call.num_pages, c.shape, made)
 
 
