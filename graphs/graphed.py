@@ -96,6 +96,8 @@ class Graphed(Options):
             for a run that a replay cannot repeat.
         draws: does the model draw random numbers? Those of captures are then drawn again later, and
             so are those that other threads draw meanwhile.
+        ahead: called outside of graphs before a step runs, is captured or is replayed, with the rows
+            of its bucket and those of the call, which are 0 at a capture; for instance to plan it.
         runner: how a step runs, see `AsItRuns`.
 
     Raises:
@@ -254,6 +256,8 @@ class Graphed(Options):
         self._inputs.load(entry.bucket, values, tokens, requests)
         if entry.planned is not None:
             self._plan_again(entry, entry.planned, values)
+        if self.ahead is not None:
+            self.ahead(entry.bucket.requests, requests)
         before = [t.detach().clone() for t in self.state] if due else []
         for step in entry.recorded.steps:
             step()
@@ -269,6 +273,8 @@ class Graphed(Options):
         out = pytree.tree_map_only(Tensor, torch.clone, out)
         with unchanged(self.state), as_captured():
             restore(self.state, before)
+            if self.ahead is not None:
+                self.ahead(requests, requests)
             compare(entry.bucket, out, self.model(**values), self.tolerance)
         return out
 
@@ -398,6 +404,8 @@ class Graphed(Options):
         """The bucket's inputs, all padding rows, and the batch for `prepare`, if any."""
         _, inputs = self._initialised(values)
         inputs.clear(bucket)
+        if self.ahead is not None:
+            self.ahead(bucket.requests, 0)
         static = {**self.fixed(values), **inputs.of(bucket)}
         name = self.batch
         if self.prepare is None or name is None:

@@ -41,6 +41,7 @@ class Shared(TypedDict, total=False):
     state: Sequence[Tensor]
     watch: Callable[[], AbstractContextManager[Any]]
     draws: bool
+    ahead: Callable[[int, int], None] | None
 
 
 @dataclass(eq=False, repr=False)
@@ -65,6 +66,7 @@ class Options:
     state: Sequence[Tensor] = ()
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext
     draws: bool = False
+    ahead: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         rows = (*self.tokens, *self.requests)

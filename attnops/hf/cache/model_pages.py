@@ -21,9 +21,9 @@ from attnops.cache.latent import columns_of
 from attnops.cache.ledger import Layer, Room, check_kept
 from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, fix_address, ordinary
-from attnops.cache.planner import device_plan
+from attnops.cache.planner import Planner, device_plan
 from attnops.cache.step import Tokens
-from attnops.core.kernel import Kernel
+from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import (
     active_policy,
@@ -34,6 +34,7 @@ from attnops.core.select import (
     workspace_bytes,
 )
 from attnops.graphs.streams import LastStream
+from attnops.hf.cache.step_plans import Kind, StepPlans
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
 from attnops.ops.pages.plan import over_latents, step_of
@@ -146,6 +147,11 @@ class ModelPages(Pages):
         chosen = {layer: self._chosen(layer) for layer in self._kinds}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
+        self._plans: dict[str, StepPlans | None] = {}  # by the policy
+        # The tokens of each row as the host knows them, with `_versions`, and those after the step
+        # under way.
+        self._known: tuple[tuple[int, int], list[int]] | None = None
+        self._after: list[int] = []
         self.one_launch()
         with ordinary():
             self.seen = torch.zeros((), dtype=torch.int64, device=sizes.device)
@@ -209,6 +215,87 @@ class ModelPages(Pages):
             taken = {layer: self._takes_one_launch(layer, self._room) for layer in self._kinds}
             self._one_launch[key] = tuple(taken[layer] for layer in self.sizes.layers)
         return self._one_launch[key]
+
+    def plans(self) -> StepPlans | None:
+        """The host's plans of steps of one token, under the policy in force; None where no kernel
+        reads one, and in a trace under another policy than those before.
+
+        A kernel that reads one is taken where it is forced, preferred, or the fastest.
+        """
+        key = active_policy()
+        if key not in self._plans:
+            if torch.compiler.is_compiling():
+                return None
+            found = {layer: self._planned(layer) for layer in self._kinds}
+            kinds = {
+                layer: Kind(planner, table, self.windows[table])
+                for layer, table in self._kinds.items()
+                if (planner := found[layer]) is not None
+            }
+            self._plans[key] = StepPlans(kinds, self.page_size, self._undescribed) if kinds else None
+        return self._plans[key]
+
+    def planners(self) -> tuple[Planner | None, ...]:
+        """For each layer the Planner of its steps, or None; empty where no layer has one."""
+        plans = self.plans()
+        if plans is None:
+            return ()
+        kinds = (plans.kinds.get(layer) for layer in self.sizes.layers)
+        return tuple(None if kind is None else kind.planner for kind in kinds)
+
+    def _planned(self, layer: Problem) -> Planner | None:
+        if over_latents(layer) or self._takes_one_launch(layer, self._room):
+            return None
+        decode = altered(self._decode(layer), workspace=self._room)
+        key = key_for(layer.op, self.sizes.kernel)
+        found, rows = select(altered(decode, plan="host"), key), self.sizes.rows
+        if found.kernel is None or found.rank >= select(decode, key).rank:
+            return None
+        planning = kernels_of(f"plan_{layer.op}").get(found.kernel.name)
+        if planning is None or planning.plan.sizes is None:
+            return None
+        return Planner(
+            replace(layer, page_size=self.page_size),
+            max_tokens=rows,
+            max_requests=rows,
+            max_pages=self.tables[self._kinds[layer]].shape[1],
+            device=self.sizes.device,
+            kernel=planning.name,
+        )
+
+    def _undescribed(self, before: Tensor) -> PagedBatch:
+        rows = torch.arange(before.shape[0], device=before.device)
+        starts = torch.arange(before.shape[0] + 1, dtype=torch.int32, device=before.device)
+        return self.step(Tokens(before, rows, starts, 1), before, 0)
+
+    def plan_step(self, rows: int, live: int) -> None:
+        """Plan a step of one token of `rows` rows in a graph, of which the first `live` are rows of
+        the batch, outside of graphs. The host waits where the step before was none of graphs.
+
+        Padding rows read the first token of their pages, as in the graph.
+        """
+        plans = self.plans()
+        if plans is None:
+            return
+        known, self._known = self._known, None  # until the step is done
+        if known is not None and known[0] == self._versions() and len(known[1]) == live:
+            before = known[1]
+        else:
+            before = (self.seen - self.pad[:live]).tolist()
+        self._after = [n + 1 for n in before]
+        plans.make(self._after + [1] * (rows - live), self.sizes.device)
+
+    def stepped(self) -> None:
+        """The step of `plan_step` is done."""
+        self._known = self._versions(), self._after
+
+    def forget_lengths(self) -> None:
+        """A graph other than that of a step is about to change the counters."""
+        self._known = None
+
+    def _versions(self) -> tuple[int, int]:
+        """They change with every write but those of graphs."""
+        return self.seen._version, self.pad._version
 
     def _takes_one_launch(self, layer: Problem, room: int) -> bool:
         if over_latents(layer) or layer.v_head_dim != layer.head_dim:

@@ -13,7 +13,7 @@ stored: the token of row b at position p of the padded batch is token `p - pad[b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 )
 
 from attnops.cache.batch import PagedBatch
+from attnops.cache.planner import Planner
 from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import FakeTensor, count_dispatch_modes
@@ -48,12 +49,14 @@ class Step(NamedTuple):
     not.
     fresh: the cache was empty before the step.
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
+    planners: as `ModelPages.planners`, likewise.
     """
 
     batch: PagedBatch
     past: tuple[Past | None, ...]
     fresh: bool
     one_launch: tuple[bool, ...] = ()
+    planners: tuple[Planner | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -370,6 +373,8 @@ class PagedModelCache(Cache):
         number = self.numbers[layer]
         table = pages.table_of[number]
         batch = step.batch if table == 0 else step.batch.of(table)
+        if step.planners and (planner := step.planners[number]) is not None:
+            batch = replace(batch, plan=planner.plan, workspace=planner.workspace)
         past = step.past[table]
         one_launch = bool(step.one_launch) and step.one_launch[number]
         return View(
@@ -428,11 +433,17 @@ class PagedModelCache(Cache):
             pages.past(before, table) if window and long else None
             for table, window in enumerate(pages.windows)
         )
+        planners = pages.planners() if count == 1 and not fresh else ()
         # A run on fake tensors, as of `explain`, stores no token.
-        if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
+        stores = torch.compiler.is_compiling() or not isinstance(before, FakeTensor)
+        if planners and state.start is None and stores and not torch.compiler.is_compiling():
+            # Only a step in graphs has its padding from the step before: here the host waits.
+            plans = pages.plans()
+            plans.make([max(n, 0) + 1 for n in before.tolist()], before.device)
+        if stores:
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
-        return Step(batch, past, fresh, pages.one_launch() if count == 1 else ())
+        return Step(batch, past, fresh, pages.one_launch() if count == 1 else (), planners)
 
     def _foreseen(self, start: Tensor) -> Step | None:
         """The next step of one token, which is then counted as seen; None where its batch must be
@@ -443,7 +454,7 @@ class PagedModelCache(Cache):
         state, pages = self.state, self.state.pages
         if type(start) is not Tensor or not start.is_cpu or state.real is not None:
             return None
-        if count_dispatch_modes() or any(pages.windows) or pages.plan_of:
+        if count_dispatch_modes() or any(pages.windows) or pages.plan_of or pages.plans():
             return None
         seen, policy, ahead = int(pages.seen), _ACTIVE.key, state.ahead
         known = (

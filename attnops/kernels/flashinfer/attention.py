@@ -36,6 +36,7 @@ from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.libraries import PACKAGE, built_by
 from attnops.kernels.flashinfer.modules import I32, LN2, Layout, Places, Shape, gapless
 from attnops.kernels.shared.plan import (
+    FIRST,
     HEADER,
     cut,
     host_plan,
@@ -285,6 +286,19 @@ def plan_sizes(
     return HEADER + max(plans) // 2, max(workspaces)
 
 
+def last_pages(plan: Tensor, workspace: Tensor) -> Tensor | None:
+    """See `Plan.last`. FA3's plan holds the lengths themselves, those of the others the pages of
+    each row."""
+    _, path, count, *numbers = plan[:HEADER].tolist()
+    if count != len(Shape._fields) or path == fi.FA3:
+        return None
+    made = Shape._make(numbers[FIRST - 3 : FIRST - 3 + count])
+    if not made.decode:
+        return None
+    rows = made.num_tokens
+    return workspace[8 * rows + 8 : 12 * rows + 8].view(I32)  # behind two tables of rows + 1
+
+
 PAGED = phases(Roofline(16.7, 1.2, 0.52, 0.00056, 28_000), Roofline(15.4, 0.47, 0.65, 0.0035))
 PACKED = Roofline(
     281.0, 0.47, 0.65, 0.0035
@@ -339,7 +353,7 @@ register(
         plan_paged_attention,
         needs=NEEDS,
         cost_us=lambda p: 700.0,
-        plan=Plan(sizes=plan_sizes),
+        plan=Plan(sizes=plan_sizes, last=last_pages),
     )
 )
 register(
