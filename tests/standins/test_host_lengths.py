@@ -131,6 +131,20 @@ def test_a_batch_that_may_have_holes_is_read():
     assert plans.workspace[:20].view(torch.int32).tolist() == [0, 1, 2, 0, 1], "a page is gone"
 
 
+@pytest.mark.parametrize("kind", ["decode", "fa2"])
+def test_the_tokens_of_the_last_pages(kind):
+    cache, plans = cache_of(kind), planner(kind)
+    plan_kernel = kernels_of("plan_paged_attention")["flashinfer"]
+    ids = [cache.alloc(n) for n in (4, 15, 31)]
+    plans(cache.batch(ids, 1))
+    assert plan_kernel.plan.last(plans.plan, plans.workspace).tolist() == [5, 16, 16]
+    plans(cache.batch(ids, 2))
+    assert plan_kernel.plan.last(plans.plan, plans.workspace) is None, "no decode"
+    with attnops.use(deterministic=True):
+        plans(cache.batch(ids, 1))
+        assert plan_kernel.plan.last(plans.plan, plans.workspace) is None, "FA3's holds lengths"
+
+
 def test_lengths_of_windows():
     cache = cache_of("decode", windows=(0, 20, 33))
     ids = [cache.alloc() for _ in range(3)]

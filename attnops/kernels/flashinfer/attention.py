@@ -353,7 +353,7 @@ register(
         plan_paged_attention,
         needs=NEEDS,
         cost_us=lambda p: 700.0,
-        plan=Plan(sizes=plan_sizes, last=last_pages),
+        plan=Plan(sizes=plan_sizes, last=last_pages, fixed=True),
     )
 )
 register(
