@@ -101,8 +101,7 @@ class Graphed(Options):
             for a run that a replay cannot repeat.
         draws: does the model draw random numbers? Those of captures are then drawn again later, and
             so are those that other threads draw meanwhile.
-        ahead: called outside of graphs before a step runs, is captured or is replayed, with the rows
-            of its bucket and those of the call, which are 0 at a capture; for instance to plan it.
+        ahead: plans a step on the host before it runs.
         runner: how a step runs, see `AsItRuns`.
 
     Raises:
@@ -262,10 +261,12 @@ class Graphed(Options):
         if entry.planned is not None:
             self._plan_again(entry, entry.planned, values)
         if self.ahead is not None:
-            self.ahead(entry.bucket.requests, requests)
+            self.ahead.plan_step(entry.bucket.requests, requests)
         before = [t.detach().clone() for t in self.state] if due else []
         for step in entry.recorded.steps:
             step()
+        if self.ahead is not None:
+            self.ahead.stepped()
         entry.replays += 1
         kept_rows = tokens if self.returns == "tokens" else requests
         cut = zip(entry.outputs, entry.rows, strict=True)
@@ -279,7 +280,7 @@ class Graphed(Options):
         with unchanged(self.state), as_captured():
             restore(self.state, before)
             if self.ahead is not None:
-                self.ahead(requests, requests)
+                self.ahead.plan_step(requests, requests)
             compare(entry.bucket, out, self.model(**values), self.tolerance)
         return out
 
@@ -415,7 +416,7 @@ class Graphed(Options):
         _, inputs = self._initialised(values)
         inputs.clear(bucket)
         if self.ahead is not None:
-            self.ahead(bucket.requests, 0)
+            self.ahead.plan_step(bucket.requests, 0)
         static = {**self.fixed(values), **inputs.of(bucket)}
         name = self.batch
         if self.prepare is None or name is None:

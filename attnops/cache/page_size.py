@@ -82,8 +82,8 @@ def negotiate_page_size(
             256: the size at which a decode step is fastest on `device`, or on `pretend`'s target,
             by the costs of `select`, with the kernels installed and under the policy in force. Ties
             go to the size that most kernels take, then to the size nearest to 64. Kernels of
-            `paged_attention` count without a host plan unless they are named, kernels of `mla_attention` with whichever
-            plan they run with.
+            `paged_attention` that are not named count without a host plan, kernels of
+            `mla_attention` with whichever plan they run with.
         device: of the pages.
         workspace_bytes: scratch that batches carry.
         max_new_tokens: the most new tokens of a request in a decode step.

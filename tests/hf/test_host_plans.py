@@ -50,7 +50,11 @@ def gemma3():
     torch.manual_seed(0)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     config = Gemma3TextConfig(
-        **SIZES, num_attention_heads=2, layer_types=kinds, sliding_window=24, query_pre_attn_scalar=64
+        **SIZES,
+        num_attention_heads=2,
+        layer_types=kinds,
+        sliding_window=24,
+        query_pre_attn_scalar=64,
     )
     return Gemma3ForCausalLM(config).to(torch.bfloat16).eval()
 
@@ -87,11 +91,14 @@ def patched(model, mode, kernel="flashinfer", arch=90, **more):
     twin, cache = copy.deepcopy(model), "auto" if mode == "auto" else "paged"
     options = {"kernel": kernel, "cache": cache, "decode": how(mode, **more)}
     target = Target("cuda", arch, assume=("flashinfer",))
-    with flashinfer_modules.installed() as calls, pretend(target):
-        with attnops.patch(model, **options) as handle:
-            pair = Pair(model, twin, handle)
-            pair.calls = calls
-            yield pair
+    with (
+        flashinfer_modules.installed() as calls,
+        pretend(target),
+        attnops.patch(model, **options) as handle,
+    ):
+        pair = Pair(model, twin, handle)
+        pair.calls = calls
+        yield pair
 
 
 MODES = ("hf", "breakable", "auto", "piecewise")

@@ -116,6 +116,7 @@ class ModelPages(Pages):
     windows.
     plan_of: the kernel of decode steps that may read a plan, and its layer; None: no kernel does.
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
+    known_plans: what `plans` found, by the policy.
     begun: kinds of steps whose kernels have begun to be compiled.
     counters: the tensors that a step writes besides keys, values and latents.
     """
@@ -147,7 +148,7 @@ class ModelPages(Pages):
         chosen = {layer: self._chosen(layer) for layer in self._kinds}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
-        self._plans: dict[str, StepPlans | None] = {}  # by the policy
+        self.known_plans: dict[str, StepPlans | None] = {}
         # The tokens of each row as the host knows them, with `_versions`, and those after the step
         # under way.
         self._known: tuple[tuple[int, int], list[int]] | None = None
@@ -223,25 +224,16 @@ class ModelPages(Pages):
         A kernel that reads one is taken where it is forced, preferred, or the fastest.
         """
         key = active_policy()
-        if key not in self._plans:
+        if key not in self.known_plans:
             if torch.compiler.is_compiling():
                 return None
-            found = {layer: self._planned(layer) for layer in self._kinds}
             kinds = {
                 layer: Kind(planner, table, self.windows[table])
                 for layer, table in self._kinds.items()
-                if (planner := found[layer]) is not None
+                if (planner := self._planned(layer)) is not None
             }
-            self._plans[key] = StepPlans(kinds, self.page_size, self._undescribed) if kinds else None
-        return self._plans[key]
-
-    def planners(self) -> tuple[Planner | None, ...]:
-        """For each layer the Planner of its steps, or None; empty where no layer has one."""
-        plans = self.plans()
-        if plans is None:
-            return ()
-        kinds = (plans.kinds.get(layer) for layer in self.sizes.layers)
-        return tuple(None if kind is None else kind.planner for kind in kinds)
+            self.known_plans[key] = StepPlans(self, kinds) if kinds else None
+        return self.known_plans[key]
 
     def _planned(self, layer: Problem) -> Planner | None:
         if over_latents(layer) or self._takes_one_launch(layer, self._room):
@@ -263,11 +255,6 @@ class ModelPages(Pages):
             kernel=planning.name,
         )
 
-    def _undescribed(self, before: Tensor) -> PagedBatch:
-        rows = torch.arange(before.shape[0], device=before.device)
-        starts = torch.arange(before.shape[0] + 1, dtype=torch.int32, device=before.device)
-        return self.step(Tokens(before, rows, starts, 1), before, 0)
-
     def plan_step(self, rows: int, live: int) -> None:
         """Plan a step of one token of `rows` rows in a graph, of which the first `live` are rows of
         the batch, outside of graphs. The host waits where the step before was none of graphs.
@@ -283,18 +270,15 @@ class ModelPages(Pages):
         else:
             before = (self.seen - self.pad[:live]).tolist()
         self._after = [n + 1 for n in before]
-        plans.make(self._after + [1] * (rows - live), self.sizes.device)
+        plans.make(self._after + [1] * (rows - live))
 
     def stepped(self) -> None:
-        """The step of `plan_step` is done."""
+        """The step of `plan_step` was replayed."""
         self._known = self._versions(), self._after
 
-    def forget_lengths(self) -> None:
-        """A graph other than that of a step is about to change the counters."""
-        self._known = None
-
     def _versions(self) -> tuple[int, int]:
-        """They change with every write but those of graphs."""
+        """They change with every write but those of graphs: graphs of prompts leave the counters
+        alone."""
         return self.seen._version, self.pad._version
 
     def _takes_one_launch(self, layer: Problem, room: int) -> bool:

@@ -49,7 +49,7 @@ class Step(NamedTuple):
     not.
     fresh: the cache was empty before the step.
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
-    planners: as `ModelPages.planners`, likewise.
+    planners: as in `StepPlans`, likewise.
     """
 
     batch: PagedBatch
@@ -433,17 +433,23 @@ class PagedModelCache(Cache):
             pages.past(before, table) if window and long else None
             for table, window in enumerate(pages.windows)
         )
-        planners = pages.planners() if count == 1 and not fresh else ()
+        plans = None
+        if count == 1 and not fresh:
+            key = _ACTIVE.key
+            plans = pages.known_plans[key] if key in pages.known_plans else pages.plans()
         # A run on fake tensors, as of `explain`, stores no token.
         stores = torch.compiler.is_compiling() or not isinstance(before, FakeTensor)
-        if planners and state.start is None and stores and not torch.compiler.is_compiling():
-            # Only a step in graphs has its padding from the step before: here the host waits.
-            plans = pages.plans()
-            plans.make([max(n, 0) + 1 for n in before.tolist()], before.device)
+        planners: tuple[Planner | None, ...] = ()
+        if plans is not None:
+            planners = plans.planners
+            if stores and state.start is None and not torch.compiler.is_compiling():
+                # Only a step in graphs has its padding from the step before: here the host waits.
+                plans.make([max(n, 0) + 1 for n in before.tolist()])
         if stores:
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
-        return Step(batch, past, fresh, pages.one_launch() if count == 1 else (), planners)
+        one_launch = pages.one_launch() if count == 1 else ()
+        return Step(batch, past, fresh, one_launch, planners)
 
     def _foreseen(self, start: Tensor) -> Step | None:
         """The next step of one token, which is then counted as seen; None where its batch must be
@@ -454,7 +460,7 @@ class PagedModelCache(Cache):
         state, pages = self.state, self.state.pages
         if type(start) is not Tensor or not start.is_cpu or state.real is not None:
             return None
-        if count_dispatch_modes() or any(pages.windows) or pages.plan_of or pages.plans():
+        if count_dispatch_modes() or any(pages.windows) or pages.plan_of:
             return None
         seen, policy, ahead = int(pages.seen), _ACTIVE.key, state.ahead
         known = (
@@ -466,6 +472,8 @@ class PagedModelCache(Cache):
         )
         # The step counts as unfinished before it counts as seen: an error leaves no hole.
         if ahead is None or not known:
+            if pages.plans() is not None:
+                return None
             batches, one_launch = pages.steps(seen - start, AHEAD), pages.one_launch()
             state.unfinished = 1
             pages.advance(start, 1)

@@ -7,8 +7,8 @@ are copied to the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from torch import Tensor
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import ordinary
 from attnops.cache.planner import Planner
-from attnops.cache.step import host_lengths
+from attnops.cache.step import Tokens, host_lengths
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Problem
+
+if TYPE_CHECKING:
+    from attnops.hf.cache.model_pages import ModelPages
 
 
 class Kind(NamedTuple):
@@ -28,6 +31,10 @@ class Kind(NamedTuple):
     planner: Planner
     table: int
     window: int
+
+    def pages(self, tokens: int, size: int) -> tuple[int, int]:
+        """(pages, those behind the window) of a row of so many tokens, the new one included."""
+        return -(-tokens // size), max(tokens - self.window, 0) // size if self.window else 0
 
     def last(self) -> Tensor | None:
         """See `Plan.last`."""
@@ -40,45 +47,43 @@ class Kind(NamedTuple):
 class StepPlans:
     """The plans of all layers of a model's pages, under one policy.
 
-    kinds: by the layers' Problem. describe: makes the batch of a step from the tokens of each row
-    on the device, int64 `[rows]`, those of the step left out.
+    kinds: by the layers' Problem. planners: for each layer its own, or None.
     """
 
-    def __init__(
-        self,
-        kinds: Mapping[Problem, Kind],
-        page_size: int,
-        describe: Callable[[Tensor], PagedBatch],
-    ) -> None:
-        self.kinds, self.page_size, self._describe = kinds, page_size, describe
-        self._pages: list[list[tuple[int, int]]] = []
+    def __init__(self, pages: ModelPages, kinds: dict[Problem, Kind]) -> None:
+        self._pages, self._kinds = pages, tuple(kinds.values())
+        known = map(kinds.get, pages.sizes.layers)
+        self.planners = tuple(kind and kind.planner for kind in known)
+        self._made: list[list[tuple[int, int]]] = []
         self._last: list[Tensor | None] = []
 
-    def make(self, lengths: list[int], device: torch.device) -> None:
+    def make(self, lengths: list[int]) -> None:
         """Plan a step. lengths: tokens of each row, the new one included. It waits for nothing."""
-        size = self.page_size
-        pages = [
-            [(-(-n // size), max(n - kind.window, 0) // size * bool(kind.window)) for n in lengths]
-            for kind in self.kinds.values()
-        ]
-        pinned = device.type == "cuda"
+        size, device = self._pages.page_size, self._pages.sizes.device
+        numbers = partial(torch.tensor, device="cpu", pin_memory=device.type == "cuda")
+        asked = [[kind.pages(n, size) for n in lengths] for kind in self._kinds]
         with ordinary():
-            if pages != self._pages or None in self._last:
-                self._anew(lengths, device, pinned)
-                self._pages = pages
+            if asked == self._made and None not in self._last:
+                tails = numbers([(n - 1) % size + 1 for n in lengths], dtype=torch.int32)
+                for last in self._last:
+                    assert last is not None
+                    last.copy_(tails, non_blocking=True)
                 return
-            tail = [(n - 1) % size + 1 for n in lengths]
-            staged = torch.tensor(tail, dtype=torch.int32, device="cpu", pin_memory=pinned)
-            for last in self._last:
-                assert last is not None
-                last.copy_(staged, non_blocking=True)
+            self._made = []  # until all plans are
+            before = numbers(lengths, dtype=torch.int64).to(device, non_blocking=True) - 1
+            self._anew(lengths, self._batch(before))
+            self._made = asked
 
-    def _anew(self, lengths: list[int], device: torch.device, pinned: bool) -> None:
-        self._pages = []  # until all plans are made
-        before = torch.tensor(lengths, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        batch = self._describe(before.to(device, non_blocking=True) - 1)
-        new = [1] * len(lengths)
-        for kind in self.kinds.values():
-            known = host_lengths(lengths, new, kind.window, self.page_size)
+    def _anew(self, lengths: list[int], batch: PagedBatch) -> None:
+        new, size = [1] * len(lengths), self._pages.page_size
+        for kind in self._kinds:
+            known = host_lengths(lengths, new, kind.window, size)
             kind.planner(batch.of(kind.table).known(known))
-        self._last = [kind.last() for kind in self.kinds.values()]
+        self._last = [kind.last() for kind in self._kinds]
+
+    def _batch(self, before: Tensor) -> PagedBatch:
+        """The batch of a step. before: int64 `[rows]`, tokens of each row before it."""
+        rows, device = before.shape[0], before.device
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        tokens = Tokens(before, torch.arange(rows, device=device), starts, 1)
+        return self._pages.describe(tokens, rows, (before + 1).to(torch.int32))

@@ -126,7 +126,9 @@ class Here:
         any_size.tables = tuple(self.regions.varying(table[:rows], 0, 1) for table in pages.tables)
         given = any_size, live, pages.sizes.layers[0].q_heads
         state.start, state.before, batch = self.regions(_begin, rows, given, {})
-        state.step = Step(batch, (), False, pages.one_launch(), pages.planners())
+        plans = pages.plans()
+        planners = () if plans is None else plans.planners
+        state.step = Step(batch, (), False, pages.one_launch(), planners)
         state.filled = True
         state.unfinished = 1
 

@@ -223,8 +223,6 @@ class Decoder:
             logits: Tensor = found.graphed(
                 input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache
             )
-            if found.graphed.ahead is not None:
-                state.pages.stepped()
             self._kept.taken[kind_of(input_ids.shape[0])] += 1
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
@@ -313,7 +311,6 @@ class Decoder:
         state = cache_in(given).state
         with self.turn:
             self._without.discard(state)
-            state.pages.forget_lengths()
             recorded = self.how.mode == "auto" and not self._at_once
             self.prompts.why = next(self._why_own_layers(given, recorded), "")
             if not self.prompts.why:

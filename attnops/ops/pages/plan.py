@@ -301,9 +301,9 @@ def plan_paged_attention(
     the host.
 
     Call it once a step, outside CUDA graphs and on the model's stream. It waits for the stream and
-    copies the lengths to the CPU, unless you pass them. It writes into `plan` and `workspace` only, so that a captured
-    model that reads them follows a later plan of the same sizes. The plan is for these lengths. The
-    page table of latents may change afterwards, its holes may not.
+    copies the lengths to the CPU, unless you pass them. It writes into `plan` and `workspace` only,
+    so that a captured model that reads them follows a later plan of the same sizes. The plan is for
+    these lengths. The page table of latents may change afterwards, its holes may not.
 
     Args:
         spec: what the layers share, of `paged_layers` or `latent_layers`.
@@ -314,8 +314,8 @@ def plan_paged_attention(
         plan: int64 on the CPU, of the length that `plan_sizes` gives. Pass it to the layers. Copies
             from a pinned plan do not wait.
         workspace: uint8 on the device, likewise.
-        seq_lens_cpu, cu_seqlens_q_cpu: int32 `[B]` and `[B + 1]` on the CPU, the values of `seq_lens`
-            and `cu_seqlens_q`, both or neither. They promise a page table without holes.
+        seq_lens_cpu, cu_seqlens_q_cpu: int32 `[B]` and `[B + 1]` on the CPU, the values of
+            `seq_lens` and `cu_seqlens_q`, both or neither. They promise a page table without holes.
         kernel: plan for this kernel only.
 
     Returns:
