@@ -17,9 +17,7 @@ from ..cache.batch import PagedBatch
 from ..cache.paged import ordinary
 from ..core.errors import InvalidInput, NotCapturable, OverBudget, StaleGraph, fail
 from ..core.kernel import replanned
-from ..core.op import OPS
 from ..core.record import need
-from ..kernels.shared.plan import HEADER
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
 from .capturing import as_captured, drew
@@ -38,7 +36,6 @@ class Entry:
     """A captured bucket.
 
     rows: has an output the bucket's rows, so that padding rows are cut off?
-    header: of a host's plan by which calls were captured; None for calls between graphs.
     """
 
     bucket: Bucket
@@ -49,7 +46,6 @@ class Entry:
     rows: tuple[bool, ...]
     seconds: float
     planned: PagedBatch | None
-    header: Tensor | None
     replays: int = 0
 
     @property
@@ -305,8 +301,6 @@ class Graphed(Options):
             want = getattr(old, name)
             if (now := described(got)) != (then := described(want)):
                 fail(StaleGraph, field, now, then)
-            if name == "plan" and entry.header is not None and not entry.header.equal(got[:HEADER]):
-                fail(StaleGraph, field, "one of another kind", "one as at the capture")
             if got is None or got.data_ptr() == want.data_ptr():
                 continue
             if name == "workspace" or got.device.type == "cpu" != batch.page_table.device.type:
@@ -353,9 +347,7 @@ class Graphed(Options):
         count = {"tokens": bucket.tokens, "requests": bucket.requests, "whole": -1}[self.returns]
         rows = tuple(isinstance(x, Tensor) and x.shape[:1] == (count,) for x in outputs)
         seconds = time.perf_counter() - began - (self.runner.seconds - compiled)
-        between = any(f"plan_{b.op}" in OPS for b in recorded.breaks)
-        header = None if planned is None or between else _header(static[self.batch or ""].plan)
-        entry = Entry(bucket, static, recorded, outputs, spec, rows, seconds, planned, header)
+        entry = Entry(bucket, static, recorded, outputs, spec, rows, seconds, planned)
         self._entries[bucket] = entry
         return entry
 
@@ -445,12 +437,6 @@ class Graphed(Options):
             fail(OverBudget, bucket, need, held, budget)
         self.buckets = replace(self.buckets, dropped=self.buckets.dropped | {bucket})
         return False
-
-
-def _header(plan: Tensor | None) -> Tensor | None:
-    """A copy of the header of a host's plan; None for a plan on the device."""
-    host = plan is not None and plan.dtype == torch.int64 and plan.device.type == "cpu"
-    return plan[:HEADER].clone() if plan is not None and host else None
 
 
 breakable = Graphed

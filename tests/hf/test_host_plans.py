@@ -63,7 +63,8 @@ class Forced(LogitsProcessor):
     """Tokens that do not hang on the logits: in bfloat16 those of a random model often tie."""
 
     def __call__(self, input_ids, scores):
-        chosen = (input_ids.shape[1] * 7 + torch.arange(len(scores)) * 5)[:, None] % 80 + 5
+        rows = torch.arange(len(scores), device=scores.device)
+        chosen = (input_ids.shape[1] * 7 + rows * 5)[:, None] % 80 + 5
         return torch.full_like(scores, -1e9).scatter(1, chosen, 0.0)
 
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import attnops
 from attnops.cache import LatentCache, PagedCache, Planner
-from attnops.core.errors import InvalidInput
+from attnops.core.errors import InvalidInput, StaleGraph
 from attnops.core.kernel import kernels_of
 from attnops.core.op import OPS
 from attnops.core.problem import Target, pretend
@@ -217,6 +217,10 @@ def test_a_graph_plans_its_padded_batch(padding):
             want = model(query, batch)
         torch.testing.assert_close(step(query, batch=batch), want, rtol=2e-2, atol=2e-2)
         assert hosts[-1] is not None
+    [row] = step.report().rows
+    assert (row.graphs, row.breaks) == (1, ()), "its graph holds the kernel"
+    with attnops.use(deterministic=True), pytest.raises(StaleGraph, match="policy"):
+        step(query, batch=cache.batch(ids, 1))
 
 
 BAD = {

@@ -32,10 +32,6 @@ class Kind(NamedTuple):
     table: int
     window: int
 
-    def pages(self, tokens: int, size: int) -> tuple[int, int]:
-        """(pages, those behind the window) of a row of so many tokens, the new one included."""
-        return -(-tokens // size), max(tokens - self.window, 0) // size if self.window else 0
-
     def last(self) -> Tensor | None:
         """See `Plan.last`."""
         spec, name = self.planner.spec, self.planner.kernel
@@ -54,25 +50,28 @@ class StepPlans:
         self._pages, self._kinds = pages, tuple(kinds.values())
         known = map(kinds.get, pages.sizes.layers)
         self.planners = tuple(kind and kind.planner for kind in known)
-        self._made: list[list[tuple[int, int]]] = []
+        self._windows = {kind.window for kind in self._kinds if kind.window}
+        # Of the latest plans: the pages of each row, and, by window, those behind it.
+        self._made: list[list[int]] = []
         self._last: list[Tensor | None] = []
 
     def make(self, lengths: list[int]) -> None:
         """Plan a step. lengths: tokens of each row, the new one included. It waits for nothing."""
         size, device = self._pages.page_size, self._pages.sizes.device
         numbers = partial(torch.tensor, device="cpu", pin_memory=device.type == "cuda")
-        asked = [[kind.pages(n, size) for n in lengths] for kind in self._kinds]
+        asked = [[-(-n // size) for n in lengths]]
+        asked += ([max(n - w, 0) // size for n in lengths] for w in self._windows)
+        if asked == self._made and None not in self._last:
+            tails = numbers([(n - 1) % size + 1 for n in lengths], dtype=torch.int32)
+            for last in self._last:
+                assert last is not None
+                last.copy_(tails, non_blocking=True)
+            return
+        self._made = []  # until all plans are
         with ordinary():
-            if asked == self._made and None not in self._last:
-                tails = numbers([(n - 1) % size + 1 for n in lengths], dtype=torch.int32)
-                for last in self._last:
-                    assert last is not None
-                    last.copy_(tails, non_blocking=True)
-                return
-            self._made = []  # until all plans are
             before = numbers(lengths, dtype=torch.int64).to(device, non_blocking=True) - 1
             self._anew(lengths, self._batch(before))
-            self._made = asked
+        self._made = asked
 
     def _anew(self, lengths: list[int], batch: PagedBatch) -> None:
         new, size = [1] * len(lengths), self._pages.page_size
