@@ -189,6 +189,26 @@ def test_steps_beside_graphs_are_seen():
             assert relative(got, found(pair.twin, own)) < LIMIT
 
 
+def test_more_tokens_over_a_cache():
+    """As a second turn of a chat, or a prompt in chunks."""
+    for make in (llama, gemma3):
+        with patched(make(), "breakable") as pair:
+            pair.same(2, 30, 6, prefill_chunk_size=9)
+            plans = {name for name in pair.ran if name.endswith("plan")}
+            assert {"fa2.plan", "decode.plan"} <= plans
+
+
+def test_code_that_nobody_plans_for_has_no_plan():
+    """A model that the caller compiles would read a plan of other lengths."""
+    with patched(llama(), "hf") as pair, torch.no_grad():
+        cache = pair.handle.new_cache(1, 64)
+        given = {"past_key_values": cache, "use_cache": True}
+        ids = torch.randint(3, 90, (1, 9))
+        pair.model(ids[:, :8], **given)
+        with pytest.raises(Exception, match="plan=none"):
+            torch.compile(pair.model, backend="eager", fullgraph=True)(ids[:, 8:], **given)
+
+
 def test_comparisons_with_the_eager_model():
     with patched(llama(), "breakable", check_every=2) as pair:
         pair.same(*CALLS[0])

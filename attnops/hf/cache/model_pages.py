@@ -24,6 +24,7 @@ from attnops.cache.paged import Pages, fix_address, ordinary
 from attnops.cache.planner import Planner, device_plan
 from attnops.cache.step import Tokens
 from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.private_torch import count_dispatch_modes
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import (
     active_policy,
@@ -160,6 +161,7 @@ class ModelPages(Pages):
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
         self.counters = self.seen, self.pad, self.high
+        self.plans()
         # Slices of one allocation are not known to the allocator.
         pages = [each for _, alike in self._allocations for each in alike]
         scratch = () if self.workspace is None else (self.workspace,)
@@ -219,20 +221,23 @@ class ModelPages(Pages):
 
     def plans(self) -> StepPlans | None:
         """The host's plans of steps of one token, under the policy in force; None where no kernel
-        reads one, and in a trace under another policy than those before.
+        reads one, and in a trace or under a mode with another policy than those before.
 
         A kernel that reads one is taken where it is forced, preferred, or the fastest.
         """
         key = active_policy()
         if key not in self.known_plans:
-            if torch.compiler.is_compiling():
+            # Modes may be those of a capture, or make tensors without memory.
+            if torch.compiler.is_compiling() or count_dispatch_modes():
                 return None
             kinds = {
                 layer: Kind(planner, table, self.windows[table])
                 for layer, table in self._kinds.items()
                 if (planner := self._planned(layer)) is not None
             }
-            self.known_plans[key] = StepPlans(self, kinds) if kinds else None
+            op = self.sizes.layers[0].op
+            forced = parse_policy(key_for(op, self.sizes.kernel)).forced(op) is not None
+            self.known_plans[key] = StepPlans(self, kinds, forced) if kinds else None
         return self.known_plans[key]
 
     def _planned(self, layer: Problem) -> Planner | None:

@@ -36,6 +36,7 @@ from attnops.core.select import _ACTIVE
 from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
+from attnops.hf.cache.step_plans import StepPlans
 
 # transformers 5.15 has no layers without a cache.
 _NOTHING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -434,17 +435,14 @@ class PagedModelCache(Cache):
             for table, window in enumerate(pages.windows)
         )
         plans = None
-        if count == 1 and not fresh:
+        if not fresh:
             key = _ACTIVE.key
             plans = pages.known_plans[key] if key in pages.known_plans else pages.plans()
         # A run on fake tensors, as of `explain`, stores no token.
         stores = torch.compiler.is_compiling() or not isinstance(before, FakeTensor)
         planners: tuple[Planner | None, ...] = ()
         if plans is not None:
-            planners = plans.planners
-            if stores and state.start is None and not torch.compiler.is_compiling():
-                # Only a step in graphs has its padding from the step before: here the host waits.
-                plans.make([max(n, 0) + 1 for n in before.tolist()])
+            planners = _planned(plans, state, before, count, batch)
         if stores:
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
@@ -486,6 +484,23 @@ class PagedModelCache(Cache):
         return Step(
             ahead.batches[seen - ahead.seen], (None,) * len(pages.windows), False, ahead.one_launch
         )
+
+
+def _planned(
+    plans: StepPlans, state: State, before: Tensor, count: int, batch: PagedBatch
+) -> tuple[Planner | None, ...]:
+    """The Planners of a step, which is planned unless a graph will: only graphs have the padding of
+    the step before, so that here the host waits. Empty where nobody plans."""
+    in_graph, compiles = state.start is not None, torch.compiler.is_compiling()
+    if in_graph or (isinstance(before, FakeTensor) and not compiles):
+        return plans.planners if count == 1 else ()
+    if compiles or not (count == 1 or plans.forced):
+        return ()
+    lengths = [max(n + count, 1) for n in before.tolist()]
+    if count > 1:
+        return plans.extend(lengths, count, batch)
+    plans.make(lengths)
+    return plans.planners
 
 
 def described(

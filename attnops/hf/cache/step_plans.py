@@ -43,10 +43,12 @@ class Kind(NamedTuple):
 class StepPlans:
     """The plans of all layers of a model's pages, under one policy.
 
-    kinds: by the layers' Problem. planners: for each layer its own, or None.
+    kinds: by the layers' Problem. planners: for each layer its own, or None. forced: is the kernel
+    to serve steps of several tokens, too?
     """
 
-    def __init__(self, pages: ModelPages, kinds: dict[Problem, Kind]) -> None:
+    def __init__(self, pages: ModelPages, kinds: dict[Problem, Kind], forced: bool) -> None:
+        self.forced = forced
         self._pages, self._kinds = pages, tuple(kinds.values())
         known = map(kinds.get, pages.sizes.layers)
         self.planners = tuple(kind and kind.planner for kind in known)
@@ -72,6 +74,25 @@ class StepPlans:
             before = numbers(lengths, dtype=torch.int64).to(device, non_blocking=True) - 1
             self._anew(lengths, self._batch(before))
         self._made = asked
+
+    def extend(
+        self, lengths: list[int], count: int, batch: PagedBatch
+    ) -> tuple[Planner | None, ...]:
+        """For each layer a Planner of this one step, of `count` tokens of each row, or None."""
+        made: dict[Planner | None, Planner | None] = {None: None}
+        new = [count] * len(lengths)
+        for kind in self._kinds:
+            own, table = kind.planner, batch.of(kind.table)
+            made[own] = planner = Planner(
+                own.spec,
+                max_tokens=table.slots.shape[0],
+                max_requests=len(lengths),
+                max_pages=table.page_table.shape[1],
+                device=table.page_table.device,
+                kernel=own.kernel,
+            )
+            planner(table.known(host_lengths(lengths, new, kind.window, self._pages.page_size)))
+        return tuple(made[own] for own in self.planners)
 
     def _anew(self, lengths: list[int], batch: PagedBatch) -> None:
         new, size = [1] * len(lengths), self._pages.page_size
