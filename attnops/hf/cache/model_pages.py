@@ -161,13 +161,13 @@ class ModelPages(Pages):
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
         self.counters = self.seen, self.pad, self.high
-        self.plans()
         # Slices of one allocation are not known to the allocator.
         pages = [each for _, alike in self._allocations for each in alike]
         scratch = () if self.workspace is None else (self.workspace,)
         small = *self.tables, self.seq_lens, *self.counters, self.most
         self.stream = LastStream(sizes.device, (*pages, *scratch, *small))
         self.use()
+        self.plans()
         fix_address(self.seen, self.high, self.most)
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
             fix_address(*tensors, dynamic=() if sizes.fixed else dims)
@@ -235,10 +235,14 @@ class ModelPages(Pages):
                 for layer, table in self._kinds.items()
                 if (planner := self._planned(layer)) is not None
             }
-            op = self.sizes.layers[0].op
-            forced = parse_policy(key_for(op, self.sizes.kernel)).forced(op) is not None
-            self.known_plans[key] = StepPlans(self, kinds, forced) if kinds else None
+            self.known_plans[key] = self._plans_of(kinds) if kinds else None
         return self.known_plans[key]
+
+    def _plans_of(self, kinds: dict[Problem, Kind]) -> StepPlans:
+        self.stream.own(*(kind.planner.workspace for kind in kinds.values()))
+        op = self.sizes.layers[0].op
+        forced = parse_policy(key_for(op, self.sizes.kernel)).forced(op)
+        return StepPlans(self, kinds, forced is not None)
 
     def _planned(self, layer: Problem) -> Planner | None:
         if over_latents(layer) or self._takes_one_launch(layer, self._room):
