@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..core.kernel import Capture, Kernel, kernels_of
+from ..core.kernel import Kernel, fits_a_graph, kernels_of
 from ..core.private_torch import OpOverload
 from ..core.select import choose
 from ..ops import OPS
@@ -53,7 +53,7 @@ def break_of(target: Any, kernel: Kernel | None, eager: Collection[str] = ()) ->
     """The reason why a call of `target`, which runs `kernel`, may not be captured, or None. eager:
     ops that the user keeps out."""
     if kernel is not None:
-        if kernel.capture is not Capture.WHOLE:
+        if not fits_a_graph(kernel):
             return Break(kernel.op, kernel.name, f"capture={kernel.capture.value}")
         return Break(kernel.op, kernel.name, "asked for") if kernel.op in eager else None
     if (name := getattr(target, MARK, None)) is not None:

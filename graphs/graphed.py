@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ..cache.batch import PagedBatch
 from ..cache.paged import ordinary
 from ..core.errors import InvalidInput, NotCapturable, OverBudget, StaleGraph, fail
+from ..core.kernel import replanned
 from ..core.record import need
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
@@ -96,6 +97,7 @@ class Graphed(Options):
             for a run that a replay cannot repeat.
         draws: does the model draw random numbers? Those of captures are then drawn again later, and
             so are those that other threads draw meanwhile.
+        ahead: plans a step on the host before it runs.
         runner: how a step runs, see `AsItRuns`.
 
     Raises:
@@ -253,10 +255,14 @@ class Graphed(Options):
             self._check_lengths(values, self._inputs.width)
         self._inputs.load(entry.bucket, values, tokens, requests)
         if entry.planned is not None:
-            self._plan_again(entry, entry.planned)
+            self._plan_again(entry, entry.planned, values)
+        if self.ahead is not None:
+            self.ahead.plan_step(entry.bucket.requests, requests)
         before = [t.detach().clone() for t in self.state] if due else []
         for step in entry.recorded.steps:
             step()
+        if self.ahead is not None:
+            self.ahead.stepped()
         entry.replays += 1
         kept_rows = tokens if self.returns == "tokens" else requests
         cut = zip(entry.outputs, entry.rows, strict=True)
@@ -269,6 +275,8 @@ class Graphed(Options):
         out = pytree.tree_map_only(Tensor, torch.clone, out)
         with unchanged(self.state), as_captured():
             restore(self.state, before)
+            if self.ahead is not None:
+                self.ahead.plan_step(requests, requests)
             compare(entry.bucket, out, self.model(**values), self.tolerance)
         return out
 
@@ -282,9 +290,10 @@ class Graphed(Options):
             want = f"at most {most}, the page table's width"
             fail(StaleGraph, f"{self.batch}.seq_lens", f"{longest} tokens", want)
 
-    def _plan_again(self, entry: Entry, batch: PagedBatch) -> None:
+    def _plan_again(self, entry: Entry, batch: PagedBatch, values: Values) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
-        assert self.prepare is not None and self.batch is not None
+        assert self.prepare is not None and self.batch is not None and self._inputs is not None
+        batch.known(self._inputs.host_lengths(entry.bucket, values[self.batch]))
         new, old = self.prepare(batch), entry.values[self.batch]
         for name in ("plan", "workspace"):
             field = f"{self.batch}.{name} of prepare"
@@ -379,6 +388,7 @@ class Graphed(Options):
         try:
             with (
                 CAPTURING,
+                replanned(self.prepare is not None or self.ahead is not None),
                 drawn,
                 ordinary(),
                 uncached_casts(),
@@ -397,6 +407,8 @@ class Graphed(Options):
         """The bucket's inputs, all padding rows, and the batch for `prepare`, if any."""
         _, inputs = self._initialised(values)
         inputs.clear(bucket)
+        if self.ahead is not None:
+            self.ahead.plan_step(bucket.requests, 0)
         static = {**self.fixed(values), **inputs.of(bucket)}
         name = self.batch
         if self.prepare is None or name is None:

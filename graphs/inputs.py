@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.batch import PagedBatch
+from ..cache.batch import HostLengths, PagedBatch
 from ..cache.paged import ordinary
 from ..core.errors import InvalidInput, StaleGraph, fail
 from ..core.private_torch import copy_all
@@ -148,6 +148,13 @@ class Inputs:
                 # Only the device knows the number of tokens that belong to requests.
                 pairs.append((ends, batch.cu_seqlens_q[-1:].expand_as(ends)))
         _copy_all(pairs)
+
+    def host_lengths(self, bucket: Bucket, batch: PagedBatch) -> HostLengths | None:
+        """Those of a call's batch, and of the padding rows that `load` adds to it."""
+        if batch.host is None:
+            return None
+        more = [int(self._null(bucket))] * (bucket.requests - batch.page_table.shape[0])
+        return HostLengths(*([*each, *more] for each in batch.host))
 
     def clear(self, bucket: Bucket) -> None:
         """Make all rows padding rows, for warm-up and capture."""

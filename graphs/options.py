@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 from torch import Tensor
 
@@ -21,6 +21,17 @@ OverBudget = Literal["raise", "drop"]
 
 Values = dict[str, Any]
 """The arguments of a call, by name."""
+
+
+class Ahead(Protocol):
+    """Work of the host for a step, outside of graphs."""
+
+    def plan_step(self, rows: int, live: int) -> None:
+        """Before a step runs, is captured or is replayed. rows: of its bucket. live: of the call, 0
+        at a capture."""
+
+    def stepped(self) -> None:
+        """After a replay."""
 
 
 class Shared(TypedDict, total=False):
@@ -41,6 +52,7 @@ class Shared(TypedDict, total=False):
     state: Sequence[Tensor]
     watch: Callable[[], AbstractContextManager[Any]]
     draws: bool
+    ahead: Ahead | None
 
 
 @dataclass(eq=False, repr=False)
@@ -65,6 +77,7 @@ class Options:
     state: Sequence[Tensor] = ()
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext
     draws: bool = False
+    ahead: Ahead | None = None
 
     def __post_init__(self) -> None:
         rows = (*self.tokens, *self.requests)

@@ -64,6 +64,12 @@ class LastStream:
     def __reduce__(self) -> Any:
         return LastStream, (self._device, self._tensors)
 
+    def own(self, *tensors: Tensor) -> None:
+        """It owns these, too, from its next use on."""
+        self._tensors += tensors
+        self._met.clear()
+        self._number = None
+
     def use(self) -> None:
         """Work to come on the current stream waits for the work so far on the last one.
 

@@ -3,7 +3,9 @@ tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
@@ -44,6 +46,16 @@ class SharedPrefix:
     rest_lens: Tensor
 
 
+class HostLengths(NamedTuple):
+    """The lengths of the B requests of a batch, as the host knows them.
+
+    seq_lens: tokens of each, the new ones included. new_tokens: the new ones.
+    """
+
+    seq_lens: Sequence[int]
+    new_tokens: Sequence[int]
+
+
 @dataclass(frozen=True)
 class PagedBatch:
     """The tensors that the attention layers of a model share during one step. An ordinary argument
@@ -78,6 +90,9 @@ class PagedBatch:
     others: of a cache with several windows, the batches of its further page tables. Their tables
     begin at the first visible page, and
         their lengths count from there.
+    host: `seq_lens` and the new tokens on the host, in the batches of a cache, for plans that would
+        otherwise wait for the device. No field: compiled code does not see it, and
+        `dataclasses.replace`, which may bring other lengths, leaves it out.
     """
 
     page_table: Tensor
@@ -93,6 +108,12 @@ class PagedBatch:
     prefix: tuple[PrefixChunk, ...] | None = None
     shared: SharedPrefix | None = None
     others: tuple[PagedBatch, ...] = ()
+    host: ClassVar[HostLengths | None] = None
+
+    def known(self, host: HostLengths | None) -> PagedBatch:
+        """This batch, with its lengths on the host."""
+        object.__setattr__(self, "host", host)
+        return self
 
     def of(self, table: int) -> PagedBatch:
         """The batch of a cache's page table: this one for 0, see `PagedCache.tables`."""

@@ -82,8 +82,8 @@ def negotiate_page_size(
             256: the size at which a decode step is fastest on `device`, or on `pretend`'s target,
             by the costs of `select`, with the kernels installed and under the policy in force. Ties
             go to the size that most kernels take, then to the size nearest to 64. Kernels of
-            `paged_attention` count without a host plan, kernels of `mla_attention` with whichever
-            plan they run with.
+            `paged_attention` that are not named count without a host plan, kernels of
+            `mla_attention` with whichever plan they run with.
         device: of the pages.
         workspace_bytes: scratch that batches carry.
         max_new_tokens: the most new tokens of a request in a decode step.
@@ -101,6 +101,7 @@ def negotiate_page_size(
         max_new_tokens,
         torch.device(device),
         workspace_bytes,
+        kernels is not None,
     )
     names = _names(kernels, asked[0].op)
     given = None if page_size is None else count("page_size", page_size, 1, "tokens")
@@ -213,9 +214,10 @@ def _decode_steps(
     max_new_tokens: int,
     device: torch.device,
     scratch: int,
+    named: bool,
 ) -> list[Problem]:
-    """The decode step that kernels are compared on, in each way that a kernel may be called. Raises
-    InvalidInput."""
+    """The decode step that kernels are compared on, in each way that a kernel may be called. named:
+    by the caller. Raises InvalidInput."""
     stored, latent = layers.kv_dtype, over_latents(layers)
     check_dtype(
         stored,
@@ -238,11 +240,9 @@ def _decode_steps(
     )
     step = altered(step, workspace=count("workspace_bytes", scratch, 0))
     if not latent:
-        return [
-            altered(
-                step, plan="none", padded=False, pages_alike=layers.head_dim == layers.v_head_dim
-            )
-        ]
+        alike = layers.head_dim == layers.v_head_dim
+        plans = ("none", "host") if named else ("none",)
+        return [altered(step, plan=plan, padded=False, pages_alike=alike) for plan in plans]
     queries = (
         (torch.bfloat16, layers.dtype)
         if stored == layers.dtype and stored in STORED

@@ -4,9 +4,11 @@ needs it."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import fix_address, ordinary
@@ -77,17 +79,20 @@ class Planner:
             fix_address(self.plan, self.workspace, static=(0,))
 
     def __call__(self, batch: PagedBatch) -> PagedBatch:
-        """`batch` with its plan. Raises as `plan_paged_attention` does."""
+        """`batch` with its plan. It waits for the device where the batch has no `host` lengths, or
+        may have holes. Raises as `plan_paged_attention` does."""
+        return replace(batch, **self._planned(batch)).known(batch.host)
+
+    def _planned(self, batch: PagedBatch) -> dict[str, Any]:
+        """The fields of the batch that its plan changes."""
         name = self.kernel
         if over_latents(self.spec):
             if batch.shared is not None or batch.prefix is not None:
-                return replace(batch, plan=None)
+                return {"plan": None}
             kernel = self._answers(self.spec, batch)
             if kernel.name not in _planned_by_host():
                 with ordinary():
-                    return replace(
-                        batch, plan=device_plan(kernel, self.spec, batch, self.spec.q_heads)
-                    )
+                    return {"plan": device_plan(kernel, self.spec, batch, self.spec.q_heads)}
             name = kernel.name
         found = plan_paged_attention(
             self.spec,
@@ -100,12 +105,9 @@ class Planner:
             plan=self.plan,
             workspace=self.workspace,
             kernel=name,
+            **_on_host(batch),
         )
-        return (
-            replace(batch, plan=self.plan, workspace=self.workspace)
-            if found
-            else replace(batch, plan=None)
-        )
+        return {"plan": self.plan, "workspace": self.workspace} if found else {"plan": None}
 
     def _answers(self, spec: Problem, batch: PagedBatch) -> Kernel:
         """The best kernel for the layers. No call has plans of both kinds, so that the kernels of
@@ -130,6 +132,16 @@ class Planner:
         ):
             return found.kernel
         return choose(problem if found.policy.forced(problem.op) in hosts else elsewhere, key)
+
+
+def _on_host(batch: PagedBatch) -> dict[str, Tensor]:
+    """The lengths of a batch for a plan, where the host knows them and the table has no holes."""
+    lengths = batch.host
+    if lengths is None or batch.holes:
+        return {}
+    starts = list(accumulate(lengths.new_tokens, initial=0))
+    numbers = {"seq_lens_cpu": lengths.seq_lens, "cu_seqlens_q_cpu": starts}
+    return {n: torch.tensor(x, dtype=torch.int32, device="cpu") for n, x in numbers.items()}
 
 
 def _planned_by_host() -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from attnops.core.arguments import FURTHEST
 from attnops.core.checks import plain_only, python_number, refuse_foreign
 from attnops.core.errors import InvalidInput, NoGradient, fail
 from attnops.core.foreign import answering, is_foreign
-from attnops.core.kernel import _REGISTRY, Capture, deterministic
+from attnops.core.kernel import _REGISTRY, Capture, deterministic, fits_a_graph
 from attnops.core.private_torch import (
     TensorGuards,
     autocasting,
@@ -340,7 +340,7 @@ def checked(op: Eager, call: Call) -> Run:
 
     def run(call: Call) -> Any:
         # Only calls of such a kernel ask, so that all others cost nothing more.
-        if capturing(values(call)[0]):
+        if capturing(values(call)[0]) and not fits_a_graph(kernel):
             return answering(choose(altered(problem, capturing=True), policy))(call)
         return answers(call)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
@@ -78,11 +79,13 @@ __all__ = [
     "dtypes",
     "extent_at_least",
     "extent_at_most",
+    "fits_a_graph",
     "kernel_names",
     "kernels_of",
     "multiple_of",
     "one_of",
     "register",
+    "replanned",
     "without",
 ]
 
@@ -457,6 +460,29 @@ def _drop(kernels: Iterable[Kernel]) -> None:
 def kernels_of(op: str) -> MappingProxyType[str, Kernel]:
     """The kernels registered for `op` by name, in order of registration."""
     return MappingProxyType(_REGISTRY.kernels.get(op, {}))
+
+
+_REPLANNED: ContextVar[bool] = ContextVar("attnops_replanned", default=False)
+
+
+@contextmanager
+def replanned(again: bool) -> Iterator[None]:
+    """again: the graphs that the block captures are replayed after their host plans are made
+    again."""
+    before = _REPLANNED.set(again)
+    try:
+        yield
+    finally:
+        _REPLANNED.reset(before)
+
+
+def fits_a_graph(kernel: Kernel) -> bool:
+    """May the kernel be captured now? So may one that runs on a plan of the host where each replay
+    has a plan of its own."""
+    if kernel.capture is Capture.WHOLE:
+        return True
+    planning = kernels_of(f"plan_{kernel.op}").get(kernel.name)
+    return _REPLANNED.get() and planning is not None and planning.plan.fixed
 
 
 def all_kernels() -> tuple[Kernel, ...]:

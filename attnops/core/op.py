@@ -22,7 +22,7 @@ from attnops.core.checks import check_written
 from attnops.core.eager_cache import Eager, direct, grad_fields
 from attnops.core.errors import NoGradient, NotCapturable, NotRecordable, RegistrationError, fail
 from attnops.core.foreign import answering
-from attnops.core.kernel import Capture, Core, Kernel, on_register
+from attnops.core.kernel import Capture, Core, Kernel, fits_a_graph, on_register
 from attnops.core.private_torch import (
     SingleLevelFunction,
     autocasting,
@@ -316,7 +316,7 @@ def _outside_of_captures(kernel: Kernel) -> Callable[[Any], Any]:
     answers = answering(kernel)
 
     def run(call: Any) -> Any:
-        if capturing(values(call)[0]):
+        if capturing(values(call)[0]) and not fits_a_graph(kernel):
             fail(
                 NotCapturable,
                 f"{kernel.op}.{kernel.name}",

@@ -74,10 +74,17 @@ class Plan:
     device: takes the op's arguments by name and returns the `plan` that the kernel reads on the
         device, made once a step and timed with the kernel. Without one the kernel makes the same in
         every layer: `cost_us` tells the two apart by `Problem.step.plan`.
+    last: takes a host's plan and its workspace and returns, as a part of the workspace, int32
+        `[rows]`, the tokens in the last page of each row. A decode over the same pages needs no
+        other plan once these are written. It returns None for a plan that needs more.
+    fixed: has each host's plan of the same sizes the same header? A graph may then hold the kernel,
+        and be replayed after another plan.
     """
 
     sizes: Callable[..., tuple[int, int]] | None = None
     device: Callable[..., torch.Tensor] | None = None
+    last: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
+    fixed: bool = False
 
 
 @dataclass(frozen=True)

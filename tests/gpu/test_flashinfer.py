@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 
+import attnops
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered
+from attnops.hf.cache.model_pages import ModelPages
 from attnops.kernels.flashinfer import libraries, modules as fi
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Pages, Source, make_call, planned
 from tests.checks import right
 from tests.gpu.helpers import captured, need
+from tests.hf import test_host_plans as models
+from tests.hf.helpers import relative
 from tests.standins import flashinfer_modules as standin, flashinfer_planners as planners
 
 pytestmark = pytest.mark.skipif(
@@ -268,3 +272,56 @@ def test_plans_in_a_row_do_not_overtake_the_work_that_reads_them():
         got.append(mine.arguments["output"])
     for a, b in zip(got, want * 4, strict=True):
         assert torch.equal(a, b)
+
+
+# Patched models -----------------------------------------------------------------------------------
+
+
+def logits(model: Any, rows: int, length: int, new: int) -> torch.Tensor:
+    """Of each step, of tokens that do not hang on them."""
+    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(rows)).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    found = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        logits_processor=[models.Forced()],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(found.logits).float()
+
+
+@pytest.fixture
+def no_waits(monkeypatch):
+    """How many steps were planned from lengths that the host knows. A wait in one is an error."""
+    planned_steps, plan_step = [], ModelPages.plan_step
+
+    def watched(self, rows, live):
+        known = self._known is not None and live > 0
+        planned_steps.append(known)
+        torch.cuda.set_sync_debug_mode("error" if known else "default")
+        try:
+            plan_step(self, rows, live)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(ModelPages, "plan_step", watched)
+    return planned_steps
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+@pytest.mark.parametrize("make", [models.llama, lambda: models.llama(8), models.gemma3])
+def test_steps_of_a_patched_model_in_graphs(make, mode, no_waits):
+    """`kernel="flashinfer"`: eager's logits but for rounding, one graph a step, and no wait."""
+    model = make().cuda()
+    want = [logits(model, *call) for call in models.CALLS]
+    with attnops.patch(model, cache="paged", kernel="flashinfer", decode=mode) as handle:
+        for call, right_ones in zip(models.CALLS, want, strict=True):
+            assert relative(logits(model, *call), right_ones) < models.LIMIT, call
+        assert all(row.graphs == 1 and not row.breaks for row in handle.graphs.report().rows)
+    steps_after_the_first = sum(new - 2 for *_, new in models.CALLS)
+    assert sum(no_waits) == steps_after_the_first

@@ -202,3 +202,14 @@ def test_a_stream_that_is_captured_waits_for_nothing(races, monkeypatch):
         with races.on(stream):
             last.use()
     assert waits == [(3, 1)]
+
+
+def test_what_it_owns_later_is_used_too(races):
+    first, second = torch.zeros(2), torch.zeros(3)
+    last = streams.LastStream(torch.device("cpu"), (first,))
+    with races, races.on(1):
+        last.use()
+        last.own(second)
+        last.use()
+    used = [(1, x.untyped_storage().data_ptr()) for x in (first, second)]
+    assert set(used) <= set(races.used)

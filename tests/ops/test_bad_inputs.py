@@ -241,7 +241,11 @@ LEAST = {
 
 def test_what_the_docs_do_not_show_of_a_record():
     assert {op: " ".join(OPS[op].spec.least) for op in OPS if OPS[op].spec.least} == LEAST
-    assert {a.name for op in OPS for a in OPS[op].spec.args if a.any_device} == {"plan"}
+    assert {a.name for op in OPS for a in OPS[op].spec.args if a.any_device} == {
+        "plan",
+        "seq_lens_cpu",
+        "cu_seqlens_q_cpu",
+    }
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,7 @@ def _over_pages(step: _Step, kernel: str | None) -> Tensor:
         now.seq_lens,
         now.cu_seqlens_q,
         max_seqlen_q=step.query.shape[1],
+        plan=now.plan,
         workspace=now.workspace,
         padded=False,
         holes=False,

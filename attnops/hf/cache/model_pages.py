@@ -21,9 +21,10 @@ from attnops.cache.latent import columns_of
 from attnops.cache.ledger import Layer, Room, check_kept
 from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, fix_address, ordinary
-from attnops.cache.planner import device_plan
+from attnops.cache.planner import Planner, device_plan
 from attnops.cache.step import Tokens
-from attnops.core.kernel import Kernel
+from attnops.core.kernel import Kernel, kernels_of
+from attnops.core.private_torch import count_dispatch_modes
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import (
     active_policy,
@@ -34,6 +35,7 @@ from attnops.core.select import (
     workspace_bytes,
 )
 from attnops.graphs.streams import LastStream
+from attnops.hf.cache.step_plans import Kind, StepPlans
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
 from attnops.ops.pages.plan import over_latents, step_of
@@ -115,6 +117,7 @@ class ModelPages(Pages):
     windows.
     plan_of: the kernel of decode steps that may read a plan, and its layer; None: no kernel does.
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
+    known_plans: what `plans` found, by the policy.
     begun: kinds of steps whose kernels have begun to be compiled.
     counters: the tensors that a step writes besides keys, values and latents.
     """
@@ -146,6 +149,11 @@ class ModelPages(Pages):
         chosen = {layer: self._chosen(layer) for layer in self._kinds}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
+        self.known_plans: dict[str, StepPlans | None] = {}
+        # The tokens of each row as the host knows them, with `_versions`, and those after the step
+        # under way.
+        self._known: tuple[tuple[int, int], list[int]] | None = None
+        self._after: list[int] = []
         self.one_launch()
         with ordinary():
             self.seen = torch.zeros((), dtype=torch.int64, device=sizes.device)
@@ -159,6 +167,7 @@ class ModelPages(Pages):
         small = *self.tables, self.seq_lens, *self.counters, self.most
         self.stream = LastStream(sizes.device, (*pages, *scratch, *small))
         self.use()
+        self.plans()
         fix_address(self.seen, self.high, self.most)
         for tensors, dims in ((self.tables, (0, 1)), (self.pools, (0,)), ((self.pad,), (0,))):
             fix_address(*tensors, dynamic=() if sizes.fixed else dims)
@@ -209,6 +218,77 @@ class ModelPages(Pages):
             taken = {layer: self._takes_one_launch(layer, self._room) for layer in self._kinds}
             self._one_launch[key] = tuple(taken[layer] for layer in self.sizes.layers)
         return self._one_launch[key]
+
+    def plans(self) -> StepPlans | None:
+        """The host's plans of steps of one token, under the policy in force; None where no kernel
+        reads one, and in a trace or under a mode with another policy than those before.
+
+        A kernel that reads one is taken where it is forced, preferred, or the fastest.
+        """
+        key = active_policy()
+        if key not in self.known_plans:
+            # Modes may be those of a capture, or make tensors without memory.
+            if torch.compiler.is_compiling() or count_dispatch_modes():
+                return None
+            kinds = {
+                layer: Kind(planner, table, self.windows[table])
+                for layer, table in self._kinds.items()
+                if (planner := self._planned(layer)) is not None
+            }
+            self.known_plans[key] = self._plans_of(kinds) if kinds else None
+        return self.known_plans[key]
+
+    def _plans_of(self, kinds: dict[Problem, Kind]) -> StepPlans:
+        self.stream.own(*(kind.planner.workspace for kind in kinds.values()))
+        op = self.sizes.layers[0].op
+        forced = parse_policy(key_for(op, self.sizes.kernel)).forced(op)
+        return StepPlans(self, kinds, forced is not None)
+
+    def _planned(self, layer: Problem) -> Planner | None:
+        if over_latents(layer) or self._takes_one_launch(layer, self._room):
+            return None
+        decode = altered(self._decode(layer), workspace=self._room)
+        key = key_for(layer.op, self.sizes.kernel)
+        found, rows = select(altered(decode, plan="host"), key), self.sizes.rows
+        if found.kernel is None or found.rank >= select(decode, key).rank:
+            return None
+        planning = kernels_of(f"plan_{layer.op}").get(found.kernel.name)
+        if planning is None or planning.plan.sizes is None:
+            return None
+        return Planner(
+            replace(layer, page_size=self.page_size),
+            max_tokens=rows,
+            max_requests=rows,
+            max_pages=self.tables[self._kinds[layer]].shape[1],
+            device=self.sizes.device,
+            kernel=planning.name,
+        )
+
+    def plan_step(self, rows: int, live: int) -> None:
+        """Plan a step of one token of `rows` rows in a graph, of which the first `live` are rows of
+        the batch, outside of graphs. The host waits where the step before was none of graphs.
+
+        Padding rows read the first token of their pages, as in the graph.
+        """
+        plans = self.plans()
+        if plans is None:
+            return
+        known, self._known = self._known, None  # until the step is done
+        if known is not None and known[0] == self._versions() and len(known[1]) == live:
+            before = known[1]
+        else:
+            before = (self.seen - self.pad[:live]).tolist()
+        self._after = [n + 1 for n in before]
+        plans.make(self._after + [1] * (rows - live))
+
+    def stepped(self) -> None:
+        """The step of `plan_step` was replayed."""
+        self._known = self._versions(), self._after
+
+    def _versions(self) -> tuple[int, int]:
+        """They change with every write but those of graphs: graphs of prompts leave the counters
+        alone."""
+        return self.seen._version, self.pad._version
 
     def _takes_one_launch(self, layer: Problem, room: int) -> bool:
         if over_latents(layer) or layer.v_head_dim != layer.head_dim:

@@ -13,7 +13,7 @@ stored: the token of row b at position p of the padded batch is token `p - pad[b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 )
 
 from attnops.cache.batch import PagedBatch
+from attnops.cache.planner import Planner
 from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import FakeTensor, count_dispatch_modes
@@ -35,6 +36,7 @@ from attnops.core.select import _ACTIVE
 from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
+from attnops.hf.cache.step_plans import StepPlans
 
 # transformers 5.15 has no layers without a cache.
 _NOTHING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -48,12 +50,14 @@ class Step(NamedTuple):
     not.
     fresh: the cache was empty before the step.
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
+    planners: as in `StepPlans`, likewise.
     """
 
     batch: PagedBatch
     past: tuple[Past | None, ...]
     fresh: bool
     one_launch: tuple[bool, ...] = ()
+    planners: tuple[Planner | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -370,6 +374,8 @@ class PagedModelCache(Cache):
         number = self.numbers[layer]
         table = pages.table_of[number]
         batch = step.batch if table == 0 else step.batch.of(table)
+        if step.planners and (planner := step.planners[number]) is not None:
+            batch = replace(batch, plan=planner.plan, workspace=planner.workspace)
         past = step.past[table]
         one_launch = bool(step.one_launch) and step.one_launch[number]
         return View(
@@ -428,11 +434,20 @@ class PagedModelCache(Cache):
             pages.past(before, table) if window and long else None
             for table, window in enumerate(pages.windows)
         )
+        plans = None
+        if not fresh:
+            key = _ACTIVE.key
+            plans = pages.known_plans[key] if key in pages.known_plans else pages.plans()
         # A run on fake tensors, as of `explain`, stores no token.
-        if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
+        stores = torch.compiler.is_compiling() or not isinstance(before, FakeTensor)
+        planners: tuple[Planner | None, ...] = ()
+        if plans is not None:
+            planners = _planned(plans, state, before, count, batch)
+        if stores:
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
-        return Step(batch, past, fresh, pages.one_launch() if count == 1 else ())
+        one_launch = pages.one_launch() if count == 1 else ()
+        return Step(batch, past, fresh, one_launch, planners)
 
     def _foreseen(self, start: Tensor) -> Step | None:
         """The next step of one token, which is then counted as seen; None where its batch must be
@@ -455,6 +470,8 @@ class PagedModelCache(Cache):
         )
         # The step counts as unfinished before it counts as seen: an error leaves no hole.
         if ahead is None or not known:
+            if pages.plans() is not None:
+                return None
             batches, one_launch = pages.steps(seen - start, AHEAD), pages.one_launch()
             state.unfinished = 1
             pages.advance(start, 1)
@@ -467,6 +484,23 @@ class PagedModelCache(Cache):
         return Step(
             ahead.batches[seen - ahead.seen], (None,) * len(pages.windows), False, ahead.one_launch
         )
+
+
+def _planned(
+    plans: StepPlans, state: State, before: Tensor, count: int, batch: PagedBatch
+) -> tuple[Planner | None, ...]:
+    """The Planners of a step, which is planned unless a graph will: only graphs have the padding of
+    the step before, so that here the host waits. Empty where nobody plans."""
+    in_graph, compiles = state.start is not None, torch.compiler.is_compiling()
+    if in_graph or (isinstance(before, FakeTensor) and not compiles):
+        return plans.planners if count == 1 else ()
+    if compiles or not (count == 1 or plans.forced):
+        return ()
+    lengths = [max(n + count, 1) for n in before.tolist()]
+    if count > 1:
+        return plans.extend(lengths, count, batch)
+    plans.make(lengths)
+    return plans.planners
 
 
 def described(

@@ -126,7 +126,9 @@ class Here:
         any_size.tables = tuple(self.regions.varying(table[:rows], 0, 1) for table in pages.tables)
         given = any_size, live, pages.sizes.layers[0].q_heads
         state.start, state.before, batch = self.regions(_begin, rows, given, {})
-        state.step = Step(batch, (), False, pages.one_launch())
+        plans = pages.plans()
+        planners = () if plans is None else plans.planners
+        state.step = Step(batch, (), False, pages.one_launch(), planners)
         state.filled = True
         state.unfinished = 1
 
@@ -168,6 +170,10 @@ class Here:
         table = pages.table_of[at]
         if table not in self.batches:
             self.batches[table] = _any_sizes(self.regions, step.batch.of(table))
+        batch = self.batches[table]
+        if step.planners and (planner := step.planners[at]) is not None:
+            # Not of varying sizes: kernels look at those of scratch, and a plan has one.
+            batch = replace(batch, plan=planner.plan, workspace=planner.workspace)
         own = tuple(self.regions.varying(t.detach(), 0) for t in pages.layers[at])
         # Sliding layers whose pages hold the whole text, or less, share code once their windows are
         # compared.
@@ -176,7 +182,7 @@ class Here:
         return View(
             own,
             window,
-            self.batches[table],
+            batch,
             fresh=step.fresh,
             heads=heads,
             packed=self.packed,

@@ -80,6 +80,7 @@ def graphed_steps(
         tokens=(),
         requests=("input_ids", "position_ids", "live"),
         state=cache.state.pages.counters,
+        ahead=cache.state.pages if cache.state.pages.plans() else None,
         over_budget=how.over_budget,
         check_every=how.check_every,
         **options_of(model, how),

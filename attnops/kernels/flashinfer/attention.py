@@ -36,18 +36,18 @@ from attnops.kernels.flashinfer import modules as fi
 from attnops.kernels.flashinfer.libraries import PACKAGE, built_by
 from attnops.kernels.flashinfer.modules import I32, LN2, Layout, Places, Shape, gapless
 from attnops.kernels.shared.plan import (
+    FIRST,
     HEADER,
     cut,
-    host_lengths,
     host_plan,
+    lengths_of,
     read_header,
-    whole_table,
+    staging_of,
     within,
     write_header,
 )
 from attnops.kernels.shared.tokens import blank, fresh, past, see_nothing, with_sinks
 from attnops.measured import Roofline, phases
-from attnops.ops.metadata import reference as data
 
 if TYPE_CHECKING:
     from attnops.ops.attention import varlen
@@ -152,18 +152,20 @@ def plan_paged_attention(call: plan.PlanPagedAttention) -> None:
         call.plan.zero_()
         return
     c = _layout(call, device, Shape.of_plan(call))
-    table, seq_lens = whole_table(call, call.num_pages, call.page_size)
+    table, seq_lens, *on_host = lengths_of(call)
     at = Places._make(cut("workspace", call.workspace, c.sizes, I32))
-    tables, ints = cut("plan", call.plan[HEADER:].view(torch.uint8), _staged(c.sizes), I32)
-    starts, page_starts, last, keys = _host_tables(c.shape, *host_lengths(call, seq_lens))
+    sizes = _staged(c.sizes)
+    tables, ints = staging_of(call, 4 * sum(sizes)).view(I32).split_with_sizes(sizes)
+    starts, page_starts, last, keys = _host_tables(c.shape, *on_host)
     torch.cat([starts, page_starts, last], out=tables[: 3 * c.shape.rows + 2])
-    call.workspace[: tables.nbytes].view(I32).copy_(tables, non_blocking=True)
-    asked = torch.where(call.cu_seqlens_q.diff() > 0, seq_lens, 0)
-    indices = data.indices_of(table, asked, call.page_size)[1]
+    if not on_host[1].diff().all():  # requests without a token have no row of a decode
+        seq_lens = torch.where(call.cu_seqlens_q.diff() > 0, seq_lens, 0)
+    _, indices, _ = torch.ops.attnops.kv_indices.default(table, seq_lens, page_size=call.page_size)
     at.indices[: indices.numel()].copy_(indices)
     made = _call_planner(
         c, fi.load_paged(c.module), at, ints.view(torch.uint8), (starts, page_starts, keys)
     )
+    call.workspace[: tables.nbytes].view(I32).copy_(tables, non_blocking=True)
     write_header(call.plan, c.path, call.num_pages, c.shape, made)
 
 
@@ -284,6 +286,19 @@ def plan_sizes(
     return HEADER + max(plans) // 2, max(workspaces)
 
 
+def last_pages(plan: Tensor, workspace: Tensor) -> Tensor | None:
+    """See `Plan.last`. FA3's plan holds the lengths themselves, those of the others the pages of
+    each row."""
+    _, path, count, *numbers = plan[:HEADER].tolist()
+    if count != len(Shape._fields) or path == fi.FA3:
+        return None
+    made = Shape._make(numbers[FIRST - 3 : FIRST - 3 + count])
+    if not made.decode:
+        return None
+    rows = made.num_tokens
+    return workspace[8 * rows + 8 : 12 * rows + 8].view(I32)  # behind two tables of rows + 1
+
+
 PAGED = phases(Roofline(16.7, 1.2, 0.52, 0.00056, 28_000), Roofline(15.4, 0.47, 0.65, 0.0035))
 PACKED = Roofline(
     281.0, 0.47, 0.65, 0.0035
@@ -338,7 +353,7 @@ register(
         plan_paged_attention,
         needs=NEEDS,
         cost_us=lambda p: 700.0,
-        plan=Plan(sizes=plan_sizes),
+        plan=Plan(sizes=plan_sizes, last=last_pages, fixed=True),
     )
 )
 register(

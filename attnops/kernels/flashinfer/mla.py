@@ -32,10 +32,11 @@ from attnops.kernels.flashinfer.modules import FA2, FA3, HALVES, NAMES, gapless,
 from attnops.kernels.shared.plan import (
     HEADER,
     cut,
-    host_lengths,
     host_plan,
+    lengths_of,
     padded,
     read_header,
+    staging_of,
     whole_table,
     write_header,
 )
@@ -130,22 +131,20 @@ def plan_mla_attention(path: int, call: plan.PlanMlaAttention) -> None:
     sms = sm_count(table.device)
     sizes = sizes_of(sms)
     ints, floats = cut("workspace", call.workspace, sizes, torch.uint8)
-    [staging] = cut("plan", call.plan[HEADER:].view(torch.uint8), sizes[:1], torch.uint8)
-    starts, firsts, keys = rows_of_plan(
-        s, *host_lengths(call, whole_table(call, call.num_pages, call.page_size)[1])
-    )
+    staging = staging_of(call, sizes[0])
+    _, _, *on_host = lengths_of(call)
+    starts, firsts, keys = rows_of_plan(s, *on_host)
     if (count := works(s, starts, keys, sms)) > MOST_WORKS:
         raise InvalidInput(
             "work of a plan",
             f"up to {count} pieces",
             f"<= {MOST_WORKS}: fewer tokens or heads a call",
         )
-    if table.is_cuda and not staging.is_pinned():
-        staging = torch.empty_like(staging, pin_memory=True)  # FlashInfer takes no other
     given = (floats, ints, staging, starts, firsts, keys, call.q_heads, call.v_head_dim, s.causal)
     info, _ = load(path, dtype, getattr(torch, call.kv_dtype)).plan_with_staged_workspace_bytes(
         *given
     )
+    ints[:1].copy_(staging[:1], non_blocking=True)  # once more, so that torch knows of the copy
     write_header(call.plan, path, call.num_pages, s, list(info))
 
 

@@ -47,21 +47,37 @@ def whole_table(call: Any, num_pages: int, page_size: int) -> tuple[Tensor, Tens
     )
 
 
-def host_lengths(call: Any, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-    """(`seq_lens`, cu_seqlens_q) of a plan op's call on the CPU. The copy waits for the stream,
-    once a step.
+def lengths_of(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(page table without holes, its lengths, the lengths and cu_seqlens_q on the CPU) of a plan
+    op's call. Where the call brings none for the host, it waits for the stream.
 
     Raises InvalidInput for a length with which the kernels would read past the tables.
     """
-    keys, cu_seqlens = (
-        torch.cat([seq_lens, call.cu_seqlens_q])
-        .cpu()
-        .split([seq_lens.shape[0], call.cu_seqlens_q.shape[0]])
-    )
+    keys, cu_seqlens = call.seq_lens_cpu, call.cu_seqlens_q_cpu
+    if keys is None:
+        table, seq_lens = whole_table(call, call.num_pages, call.page_size)
+        both = torch.cat([seq_lens, call.cu_seqlens_q]).cpu()
+        keys, cu_seqlens = both.split([seq_lens.shape[0], call.cu_seqlens_q.shape[0]])
+    else:
+        table, seq_lens = call.page_table, call.seq_lens
     within("seq_lens", keys, call.page_table.shape[1] * call.page_size)
     within("lengths of cu_seqlens_q", cu_seqlens.diff(), call.max_seqlen_q)
     within("cu_seqlens_q[-1]", cu_seqlens[-1:], call.num_tokens)
-    return keys, cu_seqlens
+    return table, seq_lens, keys, cu_seqlens
+
+
+def staging_of(call: Any, size: int) -> Tensor:
+    """uint8 `[size]` on the host, from which a plan is copied to the device: the end of `plan`.
+
+    A call that does not wait may come before the copies of the plan before it are done, so it gets
+    memory of its own. Copy from it by torch at last: torch hands out pinned memory again once its
+    own copies from it are done.
+    """
+    [staging] = cut("plan", call.plan[HEADER:].view(torch.uint8), (size,), torch.uint8)
+    device = call.page_table.device.type
+    if call.seq_lens_cpu is None and (device != "cuda" or staging.is_pinned()):
+        return staging
+    return torch.empty_like(staging, pin_memory=device == "cuda")
 
 
 def within(field: str, lengths: Tensor, most: int) -> None:

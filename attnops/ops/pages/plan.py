@@ -21,6 +21,7 @@ from attnops.core.op import OPS, Op, define
 from attnops.core.problem import LEAVES, Extent, Extents, Problem, Target, altered, leaf, repeatable
 from attnops.core.record import (
     FLOATS,
+    INT32,
     KW_ONLY,
     QUANTISED,
     Sizes,
@@ -38,13 +39,19 @@ from attnops.ops.metadata.reference import UNKNOWN
 from attnops.ops.pages import reference
 
 NAMES = {name(d): d for d in (*FLOATS, *QUANTISED)}
+ON_HOST = "seq_lens_cpu", "cu_seqlens_q_cpu"
 SIZES = {"tokens": "num_tokens", "context": "max_pages * page_size"}
 
 
 def _buffers(call: Any) -> None:
-    """The plan is on the CPU, and neither buffer has gaps."""
-    if call.plan.device.type != "cpu":
-        fail(InvalidInput, "plan.device", call.plan.device, "cpu")
+    """The plan is on the CPU, and neither buffer has gaps. So are the lengths for the host, both or
+    neither."""
+    on_host = {name: getattr(call, name) for name in ("plan", *ON_HOST)}
+    for field, given in on_host.items():
+        if given is not None and given.device.type != "cpu":
+            fail(InvalidInput, f"{field}.device", given.device, "cpu")
+    both = (call.seq_lens_cpu is None) == (call.cu_seqlens_q_cpu is None)
+    need(both, ", ".join(ON_HOST), "one of them", "both or neither")
     rules.contiguous("plan", call.plan)
     rules.contiguous("workspace", call.workspace)
 
@@ -91,10 +98,13 @@ class HostPlan(rules.Paged):
     num_pages: int = arg(default=UNKNOWN, least=0, symbolic=True, always=True, holds="page_count")
     plan: Tensor = arg("words", (torch.int64,), written=True, any_device=True)
     workspace: Tensor = arg("bytes", (torch.uint8,), written=True)
+    seq_lens_cpu: Tensor | None = arg("B", INT32, default=None, hint=True, any_device=True)
+    cu_seqlens_q_cpu: Tensor | None = arg("B + 1", INT32, default=None, hint=True, any_device=True)
 
 
 KEYWORDS = """num_tokens max_seqlen_q q_heads kv_heads head_dim v_head_dim page_size dtype kv_dtype
-    causal window_left window_right softcap sinks num_pages plan workspace"""
+    causal window_left window_right softcap sinks num_pages plan workspace
+    seq_lens_cpu cu_seqlens_q_cpu"""
 
 
 @record("plan_paged_attention", rules=_paged_rules, facts=_facts, problem=SIZES, keywords=KEYWORDS)
@@ -283,15 +293,17 @@ def plan_paged_attention(
     num_pages: int | None = None,
     plan: Tensor,
     workspace: Tensor,
+    seq_lens_cpu: Tensor | None = None,
+    cu_seqlens_q_cpu: Tensor | None = None,
     kernel: str | None = None,
 ) -> str | None:
     """Write the plan of a step for the layers' attention, if the kernel that will run them plans on
     the host.
 
-    Call it once a step, outside CUDA graphs and on the model's stream, which it waits for: it
-    copies the lengths to the CPU. It writes into `plan` and `workspace` only, so that a captured
-    model that reads them follows a later plan of the same sizes. The plan is for these lengths. The
-    page table of latents may change afterwards, its holes may not.
+    Call it once a step, outside CUDA graphs and on the model's stream. It waits for the stream and
+    copies the lengths to the CPU, unless you pass them. It writes into `plan` and `workspace` only,
+    so that a captured model that reads them follows a later plan of the same sizes. The plan is for
+    these lengths. The page table of latents may change afterwards, its holes may not.
 
     Args:
         spec: what the layers share, of `paged_layers` or `latent_layers`.
@@ -302,6 +314,8 @@ def plan_paged_attention(
         plan: int64 on the CPU, of the length that `plan_sizes` gives. Pass it to the layers. Copies
             from a pinned plan do not wait.
         workspace: uint8 on the device, likewise.
+        seq_lens_cpu, cu_seqlens_q_cpu: int32 `[B]` and `[B + 1]` on the CPU, the values of
+            `seq_lens` and `cu_seqlens_q`, both or neither. They promise a page table without holes.
         kernel: plan for this kernel only.
 
     Returns:
@@ -324,6 +338,8 @@ def plan_paged_attention(
         num_pages=UNKNOWN if num_pages is None else num_pages,
         plan=plan,
         workspace=workspace,
+        seq_lens_cpu=seq_lens_cpu,
+        cu_seqlens_q_cpu=cu_seqlens_q_cpu,
         **statics_of(spec),
     )
     plain_only(op.names, call)

@@ -1,0 +1,225 @@
+"""Kernels that the host plans for in decode steps of patched models, over stand-ins of FlashInfer
+and of graphs: eager's tokens, plans that follow the lengths, and no more of them than need be."""
+
+import copy
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+)
+
+import attnops
+from attnops.core.kernel import fits_a_graph, kernels_of, replanned
+from attnops.core.problem import Target, pretend
+from attnops.hf.cache.model_pages import ModelPages
+from tests.hf.decoding import Beside, how, logits
+from tests.hf.helpers import relative
+from tests.standins import flashinfer_modules
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+CALLS = ((2, 14, 20), (1, 14, 4), (3, 9, 6), (2, 20, 60))
+"""Rows, length of the prompt, new tokens."""
+LIMIT = 0.08
+"""Of logits, relative to the largest: three layers in bfloat16."""
+
+
+def llama(heads=2):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, num_attention_heads=heads)
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def gemma3():
+    """Two windows: pages of all tokens, and of the last 24."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        **SIZES,
+        num_attention_heads=2,
+        layer_types=kinds,
+        sliding_window=24,
+        query_pre_attn_scalar=64,
+    )
+    return Gemma3ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+class Forced(LogitsProcessor):
+    """Tokens that do not hang on the logits: in bfloat16 those of a random model often tie."""
+
+    def __call__(self, input_ids, scores):
+        rows = torch.arange(len(scores), device=scores.device)
+        chosen = (input_ids.shape[1] * 7 + rows * 5)[:, None] % 80 + 5
+        return torch.full_like(scores, -1e9).scatter(1, chosen, 0.0)
+
+
+class Pair(Beside):
+    """calls: of the stand-ins, by name."""
+
+    calls = None
+
+    def same(self, *call, **more):
+        """The logits of every step are the twin's but for rounding."""
+        got, want = (
+            logits(model, *call, logits_processor=[Forced()], **given)
+            for model, given in ((self.model, more), (self.twin, {}))
+        )
+        assert relative(got.float(), want.float()) < LIMIT, call
+
+    @property
+    def ran(self):
+        return Counter(self.calls)
+
+
+@contextmanager
+def patched(model, mode, kernel="flashinfer", arch=90, **more):
+    """A patched model beside its twin, on the stand-ins."""
+    twin, cache = copy.deepcopy(model), "auto" if mode == "auto" else "paged"
+    options = {"kernel": kernel, "cache": cache, "decode": how(mode, **more)}
+    target = Target("cuda", arch, assume=("flashinfer",))
+    with (
+        flashinfer_modules.installed() as calls,
+        pretend(target),
+        attnops.patch(model, **options) as handle,
+    ):
+        pair = Pair(model, twin, handle)
+        pair.calls = calls
+        yield pair
+
+
+MODES = ("hf", "breakable", "auto", "piecewise")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads", [2, 8], ids=["decode", "fa2"])
+def test_steps_of_changing_batches(heads, mode):
+    """Left padding, rows that come and go, pages that are made anew and pages that fill up."""
+    name, run = ("decode", "decode.run") if heads == 2 else ("fa2", "fa2.paged_run")
+    with patched(llama(heads), mode) as pair:
+        for call in CALLS:
+            pair.same(*call)
+        steps = sum(new - 1 for *_, new in CALLS)
+        assert pair.ran[run] >= 3 * steps, "three layers a step"
+        assert 0 < pair.ran[f"{name}.plan"] < steps
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_windows(mode):
+    with patched(gemma3(), mode) as pair:
+        for call in ((2, 14, 30), (3, 30, 20), (1, 14, 4)):
+            pair.same(*call)
+        assert pair.ran["decode.run"]
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+def test_the_graph_is_whole(mode):
+    with patched(llama(), mode) as pair:
+        pair.same(*CALLS[0])
+        [row] = pair.handle.graphs.report().rows
+        assert (row.graphs, row.breaks, row.replays) == (1, (), CALLS[0][2] - 1)
+
+
+@pytest.mark.parametrize("policy", [{"kernel": "flashinfer"}, {"prefer": ("flashinfer",)}])
+def test_a_policy_asks_for_it(policy):
+    with patched(llama(), "breakable", kernel=None) as pair:
+        with attnops.use("reference"):
+            pair.same(*CALLS[0])
+            assert not pair.calls
+        with attnops.use(**policy):
+            pair.same(*CALLS[0])
+            assert pair.ran["decode.run"]
+        before = len(pair.calls)
+        with attnops.use("reference"):
+            pair.same(*CALLS[0])
+        assert len(pair.calls) == before
+
+
+def test_a_step_over_the_same_pages_has_no_new_plan(monkeypatch):
+    """Only the tokens of the last pages change, and the host reads lengths once a prompt."""
+    waited = []
+    plan_step = ModelPages.plan_step
+
+    def spy(self, rows, live):
+        waited.append(live > 0 and self._known is None)
+        plan_step(self, rows, live)
+
+    monkeypatch.setattr(ModelPages, "plan_step", spy)
+    with patched(llama(), "breakable") as pair:
+        pair.same(2, 14, 130)
+        [page] = {pages.page_size for pages, _ in pair.decoder._kept.over}
+        crossed = sum(n % page == 1 for row in (14, 11) for n in range(row + 2, row + 130))
+        assert pair.ran["decode.plan"] == 1 + crossed, "the first step has the pages of the capture"
+        assert waited.count(True) == 1
+
+
+def test_steps_beside_graphs_are_seen():
+    """A step that the model itself runs, and a crop, come between steps of graphs."""
+    ids = torch.randint(3, 90, (2, 40))
+
+    def found(model, handle):
+        cache = handle.new_cache(2, 64)
+        given = {"past_key_values": cache, "use_cache": True}
+        out = [model(ids[:, :12], **given).logits[:, -1:]]
+        out += [handle.step(ids[:, at : at + 1], cache).clone() for at in (12, 13)]
+        out.append(model(ids[:, 14:15], **given, output_hidden_states=True).logits)
+        cache.crop(-3)
+        out += [handle.step(ids[:, at : at + 1], cache).clone() for at in range(12, 30)]
+        return torch.cat(out, 1).float()
+
+    with patched(llama(), "breakable") as pair, torch.no_grad():
+        got = found(pair.model, pair.handle)
+        with attnops.patch(
+            pair.twin, cache="paged", kernel="reference", decode=how("breakable")
+        ) as own:
+            assert relative(got, found(pair.twin, own)) < LIMIT
+
+
+def test_more_tokens_over_a_cache():
+    """As a second turn of a chat, or a prompt in chunks."""
+    for make in (llama, gemma3):
+        with patched(make(), "breakable") as pair:
+            pair.same(2, 30, 6, prefill_chunk_size=9)
+            plans = {name for name in pair.ran if name.endswith("plan")}
+            assert {"fa2.plan", "decode.plan"} <= plans
+
+
+def test_code_that_nobody_plans_for_has_no_plan():
+    """A model that the caller compiles would read a plan of other lengths."""
+    with patched(llama(), "hf") as pair, torch.no_grad():
+        cache = pair.handle.new_cache(1, 64)
+        given = {"past_key_values": cache, "use_cache": True}
+        ids = torch.randint(3, 90, (1, 9))
+        pair.model(ids[:, :8], **given)
+        with pytest.raises(Exception, match="plan=none"):
+            torch.compile(pair.model, backend="eager", fullgraph=True)(ids[:, 8:], **given)
+
+
+def test_comparisons_with_the_eager_model():
+    with patched(llama(), "breakable", check_every=2) as pair:
+        pair.same(*CALLS[0])
+        pair.same(*CALLS[2])
+        assert pair.handle.graphs.report().compared
+
+
+def test_a_capture_by_hand_takes_another_kernel():
+    """Nobody plans again before its replays."""
+    kernel = kernels_of("paged_attention")["flashinfer"]
+    assert not fits_a_graph(kernel)
+    with replanned(True):
+        assert fits_a_graph(kernel)
+        assert not fits_a_graph(kernels_of("plan_paged_attention")["flashinfer"])
