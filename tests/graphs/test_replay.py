@@ -156,7 +156,11 @@ def test_what_a_replay_refuses(mode):
     for text, args, changed in (
         (r"tokens.shape\[0\]: got 3, want 2, as in the batch", (), {"tokens": tokens.new_zeros(3)}),
         ("batch: got dict, want a PagedBatch", (), {"batch": {}}),
-        ("prefix, shared", (), {"batch": replace(mine, prefix=(1,))}),
+        (
+            "batch.prefix: got 1 chunks of cached tokens, want None",
+            (),
+            {"batch": replace(mine, prefix=(1,))},
+        ),
         ("arguments: got 5 without a name", (1, 2, 3, 4, 5), {}),
         (r"arguments: got \['tokens'\], want each once", (tokens,), {}),
     ):
