@@ -22,9 +22,10 @@ from .stale import Guard, described
 class _Rows(NamedTuple):
     """A buffer with a row for every token or request, or one for the step, and `more`.
 
-    pad: fills padding rows; None: lengths, see `_pad_requests`.
+    name: for messages. pad: fills padding rows; None: lengths, see `_pad_requests`.
     """
 
+    name: str
     tensor: Tensor
     per: Literal["token", "request", "step"]
     pad: int | None = 0
@@ -37,6 +38,11 @@ _Buffers = dict[str, _Rows]
 def path(name: str, table: int) -> str:
     """The batch of a page table in the batch of this name, for messages."""
     return f"{name}.others[{table - 1}]" if table else name
+
+
+def _by_field(*rows: _Rows) -> _Buffers:
+    """The buffers of a batch, or of a part of it, by the name of the field."""
+    return {r.name.rpartition(".")[2]: r for r in rows}
 
 
 class Inputs:
@@ -57,10 +63,8 @@ class Inputs:
         self._shared: _Buffers = {}
         tokens, requests = options.buckets.most
         with ordinary():
-            self._rows = {n: _like(rows_of(n, values), tokens, "token") for n in options.tokens}
-            self._rows |= {
-                n: _like(rows_of(n, values), requests, "request") for n in options.requests
-            }
+            self._rows = {n: _like(n, values, tokens, "token") for n in options.tokens}
+            self._rows |= {n: _like(n, values, requests, "request") for n in options.requests}
             if options.batch is not None:
                 given: PagedBatch = values[options.batch]
                 cached = () if options.cache is None else options.cache.tables
@@ -78,35 +82,34 @@ class Inputs:
         made = []
         for at, table in enumerate((given, *given.others)):
             width = max(t.shape[1] for t in (table.page_table, *cached[at : at + 1]))
+            zeros, prefix = self._ones.new_zeros, f"others[{at - 1}]." if at else ""
             long = torch.zeros(tokens, dtype=torch.int64, device=device)
-            rows = {
-                "page_table": _Rows(self._ones.new_zeros(requests, width), "request"),
-                "seq_lens": _Rows(self._ones.new_zeros(requests), "request", None),
-                "cu_seqlens_q": _Rows(self._ones.new_zeros(requests + 1), "request", None, 1),
-                "slots": _Rows(long - 1, "token", -1),
-                "positions": _Rows(long, "token"),
-            }
-            tensors: Values = {n: r.tensor for n, r in rows.items()}
-            self._tables.append(rows)
-            made.append(
-                PagedBatch(**tensors, max_seqlen_q=0, holes=table.holes, workspace=table.workspace)
+            rows = _by_field(
+                _Rows(f"{prefix}page_table", zeros(requests, width), "request"),
+                _Rows(f"{prefix}seq_lens", zeros(requests), "request", None),
+                _Rows(f"{prefix}cu_seqlens_q", zeros(requests + 1), "request", None, 1),
+                _Rows(f"{prefix}slots", long - 1, "token", -1),
+                _Rows(f"{prefix}positions", long, "token"),
             )
+            tensors: Values = {n: r.tensor for n, r in rows.items()}
+            tensors["workspace"] = table.workspace
+            self._tables.append(rows)
+            made.append(PagedBatch(**tensors, max_seqlen_q=0, holes=table.holes))
         first, *others = made
         self._batch = replace(first, others=tuple(others))
 
     def _make_shared(self) -> None:
         """The buffers of a shared prefix, see `SharedPrefix`."""
         requests = len(self._ones) - 1
+        width, zeros = self.widths[0], self._ones.new_zeros
         with ordinary():
-            table = self._ones.new_zeros(requests + 1, self.widths[0])
-            lengths = self._ones.new_zeros(requests + 1)
-            self._shared = {
-                "page_table": _Rows(table[:1].clone(), "step"),
-                "seq_lens": _Rows(lengths[:1].clone(), "step"),
-                "cu_seqlens_q": _Rows(self._ones.new_zeros(2), "step", 0, 1),
-                "rest_table": _Rows(table[1:].clone(), "request"),
-                "rest_lens": _Rows(lengths[1:].clone(), "request", None),
-            }
+            self._shared = _by_field(
+                _Rows("shared.page_table", zeros(1, width), "step"),
+                _Rows("shared.seq_lens", zeros(1), "step"),
+                _Rows("shared.cu_seqlens_q", zeros(2), "step", 0, 1),
+                _Rows("shared.rest_table", zeros(requests, width), "request"),
+                _Rows("shared.rest_lens", zeros(requests), "request", None),
+            )
 
     def _buffers(self) -> Iterator[_Rows]:
         every = self._rows, *self._tables, self._shared
@@ -186,19 +189,19 @@ class Inputs:
         if null := self._null(bucket):
             self._check_null(batch, tokens, requests)
         pairs: list[tuple[Tensor, Tensor]] = []
-        rows = [(n, r, values[n]) for n, r in self._rows.items()]
+        rows = [(r, values[n]) for n, r in self._rows.items()]
         tables = () if batch is None else (batch, *batch.others)
         for table, own_rows in zip(tables, self._tables, strict=True):
-            rows += [(n, r, getattr(table, n)) for n, r in own_rows.items()]
+            rows += [(r, getattr(table, n)) for n, r in own_rows.items()]
         if batch is not None and batch.shared is not None:
-            rows += [(f"shared.{n}", r, getattr(batch.shared, n)) for n, r in self._shared.items()]
+            rows += [(r, getattr(batch.shared, n)) for n, r in self._shared.items()]
         sizes = {
             "token": (tokens, bucket.tokens),
             "request": (requests, bucket.requests),
             "step": (1, 1),
         }
         # Every step runs this loop before its replay, so that it calls no Python function.
-        for name, (buffer, per, pad, more), given in rows:
+        for (name, buffer, per, pad, more), given in rows:
             filled, count = sizes[per]
             filled, count = filled + more, count + more
             if given.shape[0] != filled:
@@ -282,9 +285,11 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
         copy_all(ours, theirs)
 
 
-def _like(given: Tensor, rows: int, per: Literal["token", "request"]) -> _Rows:
+def _like(name: str, values: Values, rows: int, per: Literal["token", "request"]) -> _Rows:
+    """A buffer of so many rows like the argument of this name. Raises InvalidInput."""
+    given = rows_of(name, values)
     shape = rows, *given.shape[1:]
-    return _Rows(torch.zeros(shape, dtype=given.dtype, device=given.device), per)
+    return _Rows(name, torch.zeros(shape, dtype=given.dtype, device=given.device), per)
 
 
 def _at(t: Tensor | None) -> str:

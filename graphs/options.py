@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, TypedDict, get_args
 
 from torch import Tensor
 
-from ..cache.batch import PagedBatch
+from ..cache.batch import PagedBatch, SharedPrefix
 from ..cache.paged import Pages
 from ..core.errors import InvalidInput, fail
 from ..core.record import need
@@ -112,10 +112,13 @@ class Options:
             fail(InvalidInput, self.batch, type(batch).__name__, want)
         if batch.prefix:
             self._refuse_prefix(self.batch, batch)
+        shared = batch.shared is not None
+        if shared and not isinstance(batch.shared, SharedPrefix):
+            want = "a SharedPrefix or None"
+            fail(InvalidInput, f"{self.batch}.shared", type(batch.shared).__name__, want)
         for at, other in enumerate(batch.others):
             self._check_other(f"{self.batch}.others[{at}]", other, batch)
         tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
-        shared = batch.shared is not None
         kind = self.buckets.kind(tokens, requests, batch.max_seqlen_q, shared)
         return kind, tokens, requests, batch.max_seqlen_q, shared
 
@@ -126,8 +129,8 @@ class Options:
             fail(InvalidInput, name, type(other).__name__, want)
         if other.prefix:
             self._refuse_prefix(name, other)
-        for field in ("shared", "others"):
-            if getattr(other, field):
+        for field, usual in (("shared", None), ("others", ())):
+            if getattr(other, field) != usual:
                 want = "nothing there: only the batch itself has it"
                 fail(InvalidInput, f"{name}.{field}", "a further table", want)
         if other.max_seqlen_q != batch.max_seqlen_q:
