@@ -208,7 +208,9 @@ class Buckets:
         """The kind of a batch of so many tokens and requests, with at most `queries` tokens of a
         request. shared: it has a shared prefix."""
         if queries <= 1 and tokens <= requests:
-            return "decode"
+            # Padding rows alone serve an idle step, in whichever bucket there is.
+            idle = not requests and not self._kept["decode", shared]
+            return "mixed" if idle and self._kept["mixed", shared] else "decode"
         if not 1 < queries <= max(self.verify, default=0):
             return "mixed"
         # A batch that no verify bucket holds runs in a mixed one, where any exists.

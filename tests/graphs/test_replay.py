@@ -397,3 +397,15 @@ def test_an_idle_step(mode):
     pair.agree("ab")
     replays = {str(row.bucket): row.replays for row in pair.step.report().rows}
     assert replays["decode x1"] == 1 and not pair.step.report().eager_calls
+
+
+@any_mode
+def test_an_idle_step_of_graphs_without_decode(mode):
+    """It may be the first one."""
+    pair = Pair(mode, Buckets(tokens=(16, 32), requests=2))
+    with pair.untouched():
+        pair.agree("")
+    pair.agree("ab", [6, 3])
+    pair.agree("")
+    replays = {str(row.bucket): row.replays for row in pair.step.report().rows}
+    assert replays == {"mixed 16 tokens x2": 3}

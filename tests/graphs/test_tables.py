@@ -226,7 +226,7 @@ class Latents:
         ]
 
     def batches(self, names, new=1, share=True):
-        requests = zip(*(self.ids[n] for n in names), strict=True)
+        requests = zip(*(self.ids[n] for n in names), strict=True) if names else ((), ())
         return [
             cache.batch(ids, new, share=share)
             for cache, ids in zip((self.mine, self.twin), requests, strict=True)
@@ -277,11 +277,12 @@ def test_changing_batches_of_a_shared_prefix(mode, padding):
     pair.agree("edf")  # a longer prefix
     pair.agree("ab")  # a shorter one after it
     pair.agree("ed", share=False)
+    pair.agree("", share=False)  # idle: nobody shares
     assert {str(row.bucket): row.replays for row in pair.step.report().rows} == {
         "decode shared x4": 3,
         "decode shared x2": 2,
         "decode x4": 1,
-        "decode x2": 1,
+        "decode x2": 2,
         "verify 3 shared x4": 1,
         "verify 3 shared x2": 1,
         "mixed shared 16 tokens x4": 2,
