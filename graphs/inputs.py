@@ -140,10 +140,10 @@ class Inputs:
         """Raise StaleGraph for a call that differs in more than the values of tensors by row."""
         self._guard.check(values)
         for row, r in self._rows.items():
-            given, own = rows_of(row, values), r.tensor
-            same = given.dtype is own.dtype and given.device == own.device
-            if not same or given.shape[1:] != own.shape[1:]:
-                fail(StaleGraph, row, described(given, rows=True), described(own, rows=True))
+            given, kept = rows_of(row, values), r.tensor
+            same = given.dtype is kept.dtype and given.device == kept.device
+            if not same or given.shape[1:] != kept.shape[1:]:
+                fail(StaleGraph, row, described(given, rows=True), described(kept, rows=True))
         ours, name = self._batch, self._name
         if ours is None:
             return
@@ -153,18 +153,18 @@ class Inputs:
             fail(StaleGraph, f"{name}.others", got, f"{len(ours.others)}")
         # Every step runs this loop before its replay, so that it calls no Python function.
         for at, own in enumerate((ours, *ours.others)):
-            given = batch.others[at - 1] if at else batch
-            table, scratch, width = given.page_table, given.workspace, self.widths[at]
+            found = batch.others[at - 1] if at else batch
+            table, scratch, width = found.page_table, found.workspace, self.widths[at]
             if table.size(1) > width:
                 got = f"{table.size(1)} columns"
                 fail(StaleGraph, f"{path(name, at)}.page_table", got, f"at most {width}")
             if table.device != own.page_table.device:
                 want = own.page_table.device
                 fail(StaleGraph, f"{path(name, at)}.page_table", table.device, want)
-            if given.holes and not own.holes:
+            if found.holes and not own.holes:
                 fail(StaleGraph, f"{path(name, at)}.holes", True, False)
-            if scratch is not own.workspace and _at(scratch) != (want := _at(own.workspace)):
-                fail(StaleGraph, f"{path(name, at)}.workspace", _at(scratch), want)
+            if scratch is not own.workspace and _at(scratch) != _at(own.workspace):
+                fail(StaleGraph, f"{path(name, at)}.workspace", _at(scratch), _at(own.workspace))
         if batch.shared is not None:
             self._check_shared(batch.shared, ours.page_table.device)
 
