@@ -258,7 +258,7 @@ def test_a_shared_prefix(kernel: str | None) -> None:
 
 @pytest.mark.parametrize("kernel", [None, "flashmla", "fa3", "triton"])
 def test_a_shared_prefix_in_graphs(kernel: str | None) -> None:
-    """Replayed on other numbers of requests, drafts and lengths; a step without has other graphs."""
+    """Replayed on other numbers of requests and drafts. A step without has other graphs."""
     with skipping(kernel):
         one = Served(16, kernel, prompts=(1000,))
         [first] = one.ids
