@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from .as_it_runs import AsItRuns
 from .buckets import Bucket
 from .capturing import as_captured, drew
 from .cuda_graphs import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing, frozen
-from .inputs import Inputs, path
-from .options import Options, Values
+from .inputs import Inputs
+from .options import Options, Values, path
 from .report import Report, Row
 from .stale import compare, described, restore, uncached_casts, unchanged
 
@@ -287,32 +287,29 @@ class Graphed(Options):
     def _plan_again(self, entry: Entry, batch: PagedBatch) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
         assert self.prepare is not None and self.batch is not None
-        new, old = self._prepared_for(batch), entry.values[self.batch]
-        for at in range(1 + len(batch.others)):
-            self._follow_plan(path(self.batch, at), new.of(at), old.of(at))
+        new, old = self.prepare(batch), entry.values[self.batch]
+        if len(new.others) != len(old.others):
+            self._fail_of_tables(new, old)
+        for at, own in enumerate((old, *old.others)):
+            made = new.others[at - 1] if at else new
+            for name in ("plan", "workspace"):
+                field = f"{self.batch}.others[{at - 1}]" if at else self.batch
+                field += f".{name} of prepare"
+                got = getattr(made, name)
+                want = getattr(own, name)
+                if (now := described(got)) != (then := described(want)):
+                    fail(StaleGraph, field, now, then)
+                if got is None or got.data_ptr() == want.data_ptr():
+                    continue
+                if name == "workspace" or got.device.type == "cpu" != batch.page_table.device.type:
+                    told = (f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
+                    fail(StaleGraph, field, *told)
+                want.copy_(got)
 
-    def _follow_plan(self, table: str, new: PagedBatch, old: PagedBatch) -> None:
-        """Copy the plan of a table into the captured one. Raises StaleGraph."""
-        for name in ("plan", "workspace"):
-            field = f"{table}.{name} of prepare"
-            got = getattr(new, name)
-            want = getattr(old, name)
-            if (now := described(got)) != (then := described(want)):
-                fail(StaleGraph, field, now, then)
-            if got is None or got.data_ptr() == want.data_ptr():
-                continue
-            if name == "workspace" or got.device.type == "cpu" != old.page_table.device.type:
-                fail(StaleGraph, field, f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
-            want.copy_(got)
-
-    def _prepared_for(self, batch: PagedBatch) -> PagedBatch:
-        """The batch that `prepare` returns for `batch`. Raises InvalidInput if tables are gone."""
-        assert self.prepare is not None
-        planned = self.prepare(batch)
-        if (got := len(planned.others)) != (want := len(batch.others)):
-            field = f"{self.batch}.others of prepare"
-            fail(InvalidInput, field, f"{got} tables", f"{want}, as it was given")
-        return planned
+    def _fail_of_tables(self, planned: PagedBatch, given: PagedBatch) -> NoReturn:
+        got, want = len(planned.others), len(given.others)
+        field = f"{self.batch}.others of prepare"
+        fail(InvalidInput, field, f"{got} tables", f"{want}, as it was given")
 
     # Capture ------------------------------------------------------------------------------------
 
@@ -418,7 +415,9 @@ class Graphed(Options):
         name = self.batch
         if self.prepare is None or name is None:
             return static, None
-        planned = self._prepared_for(bare := static[name])
+        planned = self.prepare(bare := static[name])
+        if len(planned.others) != len(bare.others):
+            self._fail_of_tables(planned, bare)
         tables = zip((bare, *bare.others), (planned, *planned.others), strict=True)
         first, *others = (replace(b, plan=p.plan, workspace=p.workspace) for b, p in tables)
         static[name] = replace(first, others=tuple(others))

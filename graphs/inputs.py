@@ -15,7 +15,7 @@ from ..cache.paged import ordinary
 from ..core.errors import InvalidInput, StaleGraph, fail
 from ..core.private_torch import copy_all
 from .buckets import Bucket
-from .options import Options, Values, rows_of
+from .options import Options, Values, path, rows_of
 from .stale import Guard, described
 
 
@@ -33,11 +33,6 @@ class _Rows(NamedTuple):
 
 
 _Buffers = dict[str, _Rows]
-
-
-def path(name: str, table: int) -> str:
-    """The batch of a page table in the batch of this name, for messages."""
-    return f"{name}.others[{table - 1}]" if table else name
 
 
 def _by_field(*rows: _Rows) -> _Buffers:
@@ -81,7 +76,9 @@ class Inputs:
         self._ones = torch.arange(requests + 1, dtype=torch.int32, device=device)
         made = []
         for at, table in enumerate((given, *given.others)):
-            width = max(t.shape[1] for t in (table.page_table, *cached[at : at + 1]))
+            shared = table.shared
+            parts = () if shared is None else (shared.page_table, shared.rest_table)
+            width = max(t.shape[1] for t in (table.page_table, *cached[at : at + 1], *parts))
             zeros, prefix = self._ones.new_zeros, f"others[{at - 1}]." if at else ""
             long = torch.zeros(tokens, dtype=torch.int64, device=device)
             rows = _by_field(
@@ -245,10 +242,10 @@ class Inputs:
         """Raise InvalidInput for a batch with tokens of no request."""
         if batch is None:
             return
-        padded = any(table.padded for table in (batch, *batch.others))
-        if padded or tokens != requests:
-            want = "one token a request and padded=False, which padding='null' requires"
-            fail(InvalidInput, "batch", "tokens of no request", want)
+        for table in (batch, *batch.others):
+            if table.padded or tokens != requests:
+                want = "one token a request and padded=False, which padding='null' requires"
+                fail(InvalidInput, "batch", "tokens of no request", want)
 
     def _pad_requests(
         self, rows: _Buffers, bucket: Bucket, tokens: int, requests: int, null: bool

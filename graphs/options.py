@@ -111,39 +111,16 @@ class Options:
             want = "a PagedBatch, as PagedCache.batch makes it"
             fail(InvalidInput, self.batch, type(batch).__name__, want)
         if batch.prefix:
-            self._refuse_prefix(self.batch, batch)
+            _refuse_prefix(self.batch, batch)
         shared = batch.shared is not None
         if shared and not isinstance(batch.shared, SharedPrefix):
             want = "a SharedPrefix or None"
             fail(InvalidInput, f"{self.batch}.shared", type(batch.shared).__name__, want)
-        for at, other in enumerate(batch.others):
-            self._check_other(f"{self.batch}.others[{at}]", other, batch)
+        for at, other in enumerate(batch.others, 1):
+            _check_other(self.batch, at, other, batch)
         tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
         kind = self.buckets.kind(tokens, requests, batch.max_seqlen_q, shared)
         return kind, tokens, requests, batch.max_seqlen_q, shared
-
-    def _check_other(self, name: str, other: object, batch: PagedBatch) -> None:
-        """Raise InvalidInput for what is no batch of a further page table of `batch`."""
-        if not isinstance(other, PagedBatch):
-            want = "a PagedBatch, as PagedCache.batch makes it"
-            fail(InvalidInput, name, type(other).__name__, want)
-        if other.prefix:
-            self._refuse_prefix(name, other)
-        for field, usual in (("shared", None), ("others", ())):
-            if getattr(other, field) != usual:
-                want = "nothing there: only the batch itself has it"
-                fail(InvalidInput, f"{name}.{field}", "a further table", want)
-        if other.max_seqlen_q != batch.max_seqlen_q:
-            want = f"{batch.max_seqlen_q}, as in the batch"
-            fail(InvalidInput, f"{name}.max_seqlen_q", other.max_seqlen_q, want)
-
-    def _refuse_prefix(self, name: str, batch: PagedBatch) -> NoReturn:
-        got = f"{len(batch.prefix or ())} chunks of cached tokens"
-        want = (
-            "None or (): their number and sizes differ at every step. Make the batch without "
-            "prefix_tokens, or call the model itself"
-        )
-        fail(InvalidInput, f"{name}.prefix", got, want)
 
     def plan_maker(self, bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
         """Makes the device plan in the graph of a bucket.
@@ -176,3 +153,32 @@ def rows_of(name: str, values: Values) -> Tensor:
         want = "a tensor whose first dim counts tokens or requests"
         fail(InvalidInput, name, type(found).__name__, want)
     return found
+
+
+def path(name: str, table: int) -> str:
+    """The batch of a page table in the batch of this name, for messages."""
+    return f"{name}.others[{table - 1}]" if table else name
+
+
+def _check_other(name: str, at: int, other: object, batch: PagedBatch) -> None:
+    """Raise InvalidInput for what is no batch of page table `at` of `batch`."""
+    if not isinstance(other, PagedBatch):
+        want = "a PagedBatch, as PagedCache.batch makes it"
+        fail(InvalidInput, path(name, at), type(other).__name__, want)
+    if other.prefix:
+        _refuse_prefix(path(name, at), other)
+    if other.shared is not None or other.others:
+        want = "None and (): only the batch itself has them"
+        fail(InvalidInput, f"{path(name, at)}.shared, others", "further tables", want)
+    if other.max_seqlen_q != batch.max_seqlen_q:
+        want = f"{batch.max_seqlen_q}, as in the batch"
+        fail(InvalidInput, f"{path(name, at)}.max_seqlen_q", other.max_seqlen_q, want)
+
+
+def _refuse_prefix(name: str, batch: PagedBatch) -> NoReturn:
+    got = f"{len(batch.prefix or ())} chunks of cached tokens"
+    want = (
+        "None or (): their number and sizes differ at every step. Make the batch without "
+        "prefix_tokens, or call the model itself"
+    )
+    fail(InvalidInput, f"{name}.prefix", got, want)

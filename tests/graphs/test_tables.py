@@ -130,7 +130,7 @@ def test_what_a_replay_of_windows_refuses(mode):
             ),
             (
                 InvalidInput,
-                r"batch.others\[1\].others: got a further table",
+                r"batch.others\[1\].shared, others: got further tables",
                 (first, replace(second, others=(first,))),
             ),
             (
@@ -338,6 +338,20 @@ def test_a_capture_for_shared_prefixes(mode, padding):
     assert held["rest_lens"].tensor[3:].tolist() == [int(null)]
     assert not held["rest_table"].tensor[3:].any()
     assert held["cu_seqlens_q"].tensor.tolist() == [0, 4 if null else 3]
+
+
+def test_a_first_batch_of_a_wide_shared_table():
+    """Captured page tables are as wide as the widest."""
+    pair = Latents(breakable, SHARED)
+    pair.fork("b")
+    batch, twin = pair.batches("ab")
+    wide = torch.zeros(1, 99, dtype=torch.int32)
+    wide[:, : batch.page_table.shape[1]] = batch.shared.page_table
+    hidden = torch.randn(2, HIDDEN)
+    given = replace(batch, shared=replace(batch.shared, page_table=wide))
+    with torch.no_grad():
+        got = pair.step(hidden, batch=given, latent_pages=pair.mine.latent_pages[0]).clone()
+        close(got, pair.model(hidden, batch=twin, latent_pages=pair.twin.latent_pages[0]))
 
 
 def test_what_a_shared_prefix_refuses():
