@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from ..core.errors import BatchTooLarge, fail
@@ -28,11 +28,12 @@ Padding = Literal["absent", "null"]
 @dataclass(frozen=True, order=True)
 class Bucket:
     """One captured size: `tokens` rows of every tensor by token, `requests` rows of the page
-    table."""
+    table. shared: of batches with a shared prefix, whose layers make other calls."""
 
     tokens: int
     requests: int
     kind: Kind
+    shared: bool = False
 
     @property
     def queries(self) -> int:
@@ -47,16 +48,23 @@ class Bucket:
 
     @property
     def trace(self) -> str:
-        """The trace that serves this bucket, by its kind and, for verify steps, the queries, which
-        select kernels."""
-        return f"verify {self.queries}" if self.kind == "verify" else self.kind
+        """The trace that serves this bucket, by its kind, its shared prefix and, for verify steps,
+        the queries, which select kernels."""
+        queries = f" {self.queries}" if self.kind == "verify" else ""
+        return f"{self.kind}{queries}{self._shared}"
+
+    @property
+    def of(self) -> str:
+        """The kind of its batches, for reports."""
+        return f"{self.kind}{self._shared}"
+
+    @property
+    def _shared(self) -> str:
+        return " shared" if self.shared else ""
 
     def __str__(self) -> str:
-        return (
-            f"mixed {self.tokens} tokens x{self.requests}"
-            if self.kind == "mixed"
-            else f"{self.trace} x{self.requests}"
-        )
+        tokens = f" {self.tokens} tokens" if self.kind == "mixed" else ""
+        return f"{self.trace}{tokens} x{self.requests}"
 
 
 def decode_sizes(most: int) -> tuple[int, ...]:
@@ -157,6 +165,12 @@ class Buckets:
     @functools.cached_property
     def _captured(self) -> tuple[Bucket, ...]:
         """All buckets, dropped ones included, in the order of search."""
+        plain = self._plain
+        return (*plain, *(replace(b, shared=True) for b in plain))
+
+    @property
+    def _plain(self) -> tuple[Bucket, ...]:
+        """The buckets of batches without a shared prefix."""
         verify = (Bucket(n * queries, n, "verify") for queries in self.verify for n in self.decode)
         return (
             *(Bucket(n, n, "decode") for n in self.decode),
@@ -165,17 +179,21 @@ class Buckets:
         )
 
     @functools.cached_property
-    def _kept(self) -> dict[Kind, tuple[Bucket, ...]]:
+    def _kept(self) -> dict[tuple[Kind, bool], list[Bucket]]:
         kinds: tuple[Kind, ...] = ("decode", "verify", "mixed")
-        return {
-            kind: tuple(b for b in self._captured if b.kind == kind and b not in self.dropped)
-            for kind in kinds
+        kept: dict[tuple[Kind, bool], list[Bucket]] = {
+            (kind, shared): [] for kind in kinds for shared in (False, True)
         }
+        for bucket in self._captured:
+            if bucket not in self.dropped:
+                kept[bucket.kind, bucket.shared].append(bucket)
+        return kept
 
-    def all(self) -> tuple[Bucket, ...]:
+    def all(self, shared: bool = False) -> tuple[Bucket, ...]:
         """Every bucket that is not dropped, largest first, so that later ones fit into memory that
-        the first left."""
-        return tuple(sorted((b for kept in self._kept.values() for b in kept), reverse=True))
+        the first left. shared: those of batches with a shared prefix."""
+        kept = (b for buckets in self._kept.values() for b in buckets if b.shared is shared)
+        return tuple(sorted(kept, reverse=True))
 
     @property
     def most(self) -> tuple[int, int]:
@@ -186,24 +204,28 @@ class Buckets:
         """The buckets of one trace, smallest first, dropped ones included."""
         return tuple(b for b in self._captured if b.trace == trace)
 
-    def kind(self, tokens: int, requests: int, queries: int) -> Kind:
+    def kind(self, tokens: int, requests: int, queries: int, shared: bool = False) -> Kind:
         """The kind of a batch of so many tokens and requests, with at most `queries` tokens of a
-        request."""
+        request. shared: it has a shared prefix."""
         if queries <= 1 and tokens <= requests:
-            return "decode"
+            # Padding rows alone serve an idle step, in whichever bucket there is.
+            idle = not requests and not self._kept["decode", shared]
+            return "mixed" if idle and self._kept["mixed", shared] else "decode"
         if not 1 < queries <= max(self.verify, default=0):
             return "mixed"
         # A batch that no verify bucket holds runs in a mixed one, where any exists.
         return (
             "verify"
-            if not self.tokens or self._fitting("verify", tokens, requests, queries)
+            if not self.tokens or self._fitting("verify", tokens, requests, queries, shared)
             else "mixed"
         )
 
-    def find(self, kind: Kind, tokens: int, requests: int, queries: int = 1) -> Bucket | None:
+    def find(
+        self, kind: Kind, tokens: int, requests: int, queries: int = 1, shared: bool = False
+    ) -> Bucket | None:
         """The smallest bucket for such a batch, see `kind`, or None where the policy is "eager".
         Raises BatchTooLarge."""
-        found = self._fitting(kind, tokens, requests, queries)
+        found = self._fitting(kind, tokens, requests, queries, shared)
         if found is not None or self.over == "eager":
             return found
         if kind == "mixed" and self.tokens and requests > self.rows:
@@ -212,13 +234,16 @@ class Buckets:
         largest = max(
             (
                 getattr(b, field)
-                for b in self._kept[kind]
+                for b in self._kept[kind, shared]
                 if kind != "verify" or b.queries >= queries
             ),
             default=0,
         )
         fail(BatchTooLarge, kind, field, tokens if kind == "mixed" else requests, largest)
 
-    def _fitting(self, kind: Kind, tokens: int, requests: int, queries: int) -> Bucket | None:
-        fitting = (b for b in self._kept[kind] if b.requests >= requests and b.tokens >= tokens)
+    def _fitting(
+        self, kind: Kind, tokens: int, requests: int, queries: int, shared: bool
+    ) -> Bucket | None:
+        kept = self._kept[kind, shared]
+        fitting = (b for b in kept if b.requests >= requests and b.tokens >= tokens)
         return next((b for b in fitting if kind != "verify" or b.queries >= queries), None)

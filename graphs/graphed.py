@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from .buckets import Bucket
 from .capturing import as_captured, drew
 from .cuda_graphs import CAPTURING, CudaGraphs, Device, Recorded, drawing_nothing, frozen
 from .inputs import Inputs
-from .options import Options, Values
+from .options import Options, Values, path
 from .report import Report, Row
 from .stale import compare, described, restore, uncached_casts, unchanged
 
@@ -133,8 +133,8 @@ class Graphed(Options):
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
-            kind, tokens, requests, queries = self.sizes(values)
-            bucket = self.buckets.find(kind, tokens, requests, queries)
+            kind, tokens, requests, queries, shared = self.sizes(values)
+            bucket = self.buckets.find(kind, tokens, requests, queries, shared)
             if bucket is None:
                 self._eager_calls += 1
                 return self.model(**values)
@@ -163,7 +163,8 @@ class Graphed(Options):
 
         Args:
             args: arguments of any call; only their dtypes, devices and row shapes matter, and no
-                value is stored.
+                value is stored. A batch with a shared prefix captures the buckets of such batches,
+                any other those of batches without.
             progress: called after every bucket; `attnops.graphs.bar()` draws a bar.
             kwargs: arguments by name.
 
@@ -171,10 +172,10 @@ class Graphed(Options):
         """
         with torch.no_grad():
             values = self._named(args, kwargs)
-            self.sizes(values)
+            *_, shared = self.sizes(values)
             if self._inputs is not None:
                 self._inputs.check(values)
-            wanted = self.buckets.all()
+            wanted = self.buckets.all(shared)
             missing = [bucket for bucket in wanted if bucket not in self._entries]
             for bucket in missing:
                 if self.runner.trace(bucket) not in self._prepared:
@@ -252,7 +253,7 @@ class Graphed(Options):
         assert self._inputs is not None
         due = self.check_every > 0 and (entry.replays + 1) % self.check_every == 0
         if due:
-            self._check_lengths(values, self._inputs.width)
+            self._check_lengths(values, self._inputs.widths)
         self._inputs.load(entry.bucket, values, tokens, requests)
         if entry.planned is not None:
             self._plan_again(entry, entry.planned, values)
@@ -280,32 +281,44 @@ class Graphed(Options):
             compare(entry.bucket, out, self.model(**values), self.tolerance)
         return out
 
-    def _check_lengths(self, values: Values, width: int) -> None:
-        """Raise StaleGraph for a request that is longer than the page table. Waits for the
-        device."""
+    def _check_lengths(self, values: Values, widths: Sequence[int]) -> None:
+        """Raise StaleGraph for a request that is longer than a page table. Waits for the device."""
         if self.cache is None or self.batch is None:
             return
-        lengths, most = values[self.batch].seq_lens, width * self.cache.page_size
-        if lengths.numel() and (longest := int(lengths.max())) > most:
-            want = f"at most {most}, the page table's width"
-            fail(StaleGraph, f"{self.batch}.seq_lens", f"{longest} tokens", want)
+        batch: PagedBatch = values[self.batch]
+        for at, width in enumerate(widths):
+            lengths, most = batch.of(at).seq_lens, width * self.cache.page_size
+            if lengths.numel() and (longest := int(lengths.max())) > most:
+                want = f"at most {most}, the page table's width"
+                fail(StaleGraph, f"{path(self.batch, at)}.seq_lens", f"{longest} tokens", want)
 
     def _plan_again(self, entry: Entry, batch: PagedBatch, values: Values) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
         assert self.prepare is not None and self.batch is not None and self._inputs is not None
         batch.known(self._inputs.host_lengths(entry.bucket, values[self.batch]))
         new, old = self.prepare(batch), entry.values[self.batch]
-        for name in ("plan", "workspace"):
-            field = f"{self.batch}.{name} of prepare"
-            got = getattr(new, name)
-            want = getattr(old, name)
-            if (now := described(got)) != (then := described(want)):
-                fail(StaleGraph, field, now, then)
-            if got is None or got.data_ptr() == want.data_ptr():
-                continue
-            if name == "workspace" or got.device.type == "cpu" != batch.page_table.device.type:
-                fail(StaleGraph, field, f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
-            want.copy_(got)
+        if len(new.others) != len(old.others):
+            self._fail_of_tables(new, old)
+        for at, own in enumerate((old, *old.others)):
+            made = new.others[at - 1] if at else new
+            for name in ("plan", "workspace"):
+                field = f"{self.batch}.others[{at - 1}]" if at else self.batch
+                field += f".{name} of prepare"
+                got = getattr(made, name)
+                want = getattr(own, name)
+                if (now := described(got)) != (then := described(want)):
+                    fail(StaleGraph, field, now, then)
+                if got is None or got.data_ptr() == want.data_ptr():
+                    continue
+                if name == "workspace" or got.device.type == "cpu" != batch.page_table.device.type:
+                    told = (f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
+                    fail(StaleGraph, field, *told)
+                want.copy_(got)
+
+    def _fail_of_tables(self, planned: PagedBatch, given: PagedBatch) -> NoReturn:
+        got, want = len(planned.others), len(given.others)
+        field = f"{self.batch}.others of prepare"
+        fail(InvalidInput, field, f"{got} tables", f"{want}, as it was given")
 
     # Capture ------------------------------------------------------------------------------------
 
@@ -355,7 +368,8 @@ class Graphed(Options):
         """Prepare all buckets of a bucket's trace once, on the largest."""
         trace = self.runner.trace(bucket)
         if trace not in self._prepared:
-            largest = next(b for b in self.buckets.all() if self.runner.trace(b) == trace)
+            wanted = self.buckets.all(bucket.shared)
+            largest = next(b for b in wanted if self.runner.trace(b) == trace)
             self.runner.prepare(self, largest, self._static(largest, values)[0])
             self._prepared.add(trace)
 
@@ -414,7 +428,11 @@ class Graphed(Options):
         if self.prepare is None or name is None:
             return static, None
         planned = self.prepare(bare := static[name])
-        static[name] = replace(bare, plan=planned.plan, workspace=planned.workspace)
+        if len(planned.others) != len(bare.others):
+            self._fail_of_tables(planned, bare)
+        tables = zip((bare, *bare.others), (planned, *planned.others), strict=True)
+        first, *others = (replace(b, plan=p.plan, workspace=p.workspace) for b, p in tables)
+        static[name] = replace(first, others=tuple(others))
         return static, bare
 
     def _measured(self, device: Device, bucket: Bucket, values: Values) -> int:

@@ -2,77 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache.batch import HostLengths, PagedBatch
+from ..cache.batch import HostLengths, PagedBatch, SharedPrefix
 from ..cache.paged import ordinary
 from ..core.errors import InvalidInput, StaleGraph, fail
 from ..core.private_torch import copy_all
 from .buckets import Bucket
-from .options import Options, Values, rows_of
+from .options import Options, Values, path, rows_of
 from .stale import Guard, described
 
 
 class _Rows(NamedTuple):
-    """A buffer with a row for every token or request, and `more`.
+    """A buffer with a row for every token or request, or one for the step, and `more`.
 
-    pad: fills padding rows; None: lengths, see `_pad_requests`.
+    name: for messages. pad: fills padding rows; None: lengths, see `_pad_requests`.
     """
 
+    name: str
     tensor: Tensor
-    by_token: bool
+    per: Literal["token", "request", "step"]
     pad: int | None = 0
     more: int = 0
+
+
+_Buffers = dict[str, _Rows]
+
+
+def _by_field(*rows: _Rows) -> _Buffers:
+    """The buffers of a batch, or of a part of it, by the name of the field."""
+    return {r.name.rpartition(".")[2]: r for r in rows}
 
 
 class Inputs:
     """Buffers like the tensors of a first call and as long as the largest bucket.
 
-    width: the most columns of a page table.
+    A batch has one set of them for each of its page tables. The buffers of a shared prefix are made
+    for the first batch that has one.
+
+    widths: the most columns of each page table.
     """
 
     def __init__(self, options: Options, values: Values, watched: Mapping[str, Tensor]) -> None:
         """watched: further tensors that keep their addresses."""
-        self._name, self.width = options.batch or "", 0
+        self._name = options.batch or ""
         self._batch: PagedBatch | None = None
         self._pads_with_requests = options.buckets.padding == "null"
-        self._tables: dict[str, _Rows] = {}
+        self._tables: list[_Buffers] = []
+        self._shared: _Buffers = {}
         tokens, requests = options.buckets.most
         with ordinary():
-            self._rows = {n: _like(rows_of(n, values), tokens, True) for n in options.tokens}
-            self._rows |= {n: _like(rows_of(n, values), requests, False) for n in options.requests}
+            self._rows = {n: _like(n, values, tokens, "token") for n in options.tokens}
+            self._rows |= {n: _like(n, values, requests, "request") for n in options.requests}
             if options.batch is not None:
                 given: PagedBatch = values[options.batch]
-                widths = [given.page_table.shape[1]]
-                widths += [] if options.cache is None else [options.cache.page_table.shape[1]]
-                self._make_tables(given, tokens, requests, max(widths))
+                cached = () if options.cache is None else options.cache.tables
+                self._make_tables(given, tokens, requests, cached)
+        self.widths = [rows["page_table"].tensor.shape[1] for rows in self._tables]
         fixed = options.fixed(values)
         self._guard = Guard(fixed, watched, len(values) - len(fixed))
 
-    def _make_tables(self, given: PagedBatch, tokens: int, requests: int, width: int) -> None:
-        self.width, device = width, given.page_table.device
+    def _make_tables(
+        self, given: PagedBatch, tokens: int, requests: int, cached: Sequence[Tensor]
+    ) -> None:
+        """cached: the page tables of the cache, if it is known."""
+        device = given.page_table.device
         self._ones = torch.arange(requests + 1, dtype=torch.int32, device=device)
-        long = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self._tables = {
-            "page_table": _Rows(self._ones.new_zeros(requests, width), False),
-            "seq_lens": _Rows(self._ones.new_zeros(requests), False, None),
-            "cu_seqlens_q": _Rows(self._ones.new_zeros(requests + 1), False, None, 1),
-            "slots": _Rows(long - 1, True, -1),
-            "positions": _Rows(long, True),
-        }
-        tables: Values = {n: r.tensor for n, r in self._tables.items()}
-        self._batch = PagedBatch(
-            **tables, max_seqlen_q=0, holes=given.holes, workspace=given.workspace
-        )
+        made = []
+        for at, table in enumerate((given, *given.others)):
+            shared = table.shared
+            parts = () if shared is None else (shared.page_table, shared.rest_table)
+            width = max(t.shape[1] for t in (table.page_table, *cached[at : at + 1], *parts))
+            zeros, prefix = self._ones.new_zeros, f"others[{at - 1}]." if at else ""
+            long = torch.zeros(tokens, dtype=torch.int64, device=device)
+            rows = _by_field(
+                _Rows(f"{prefix}page_table", zeros(requests, width), "request"),
+                _Rows(f"{prefix}seq_lens", zeros(requests), "request", None),
+                _Rows(f"{prefix}cu_seqlens_q", zeros(requests + 1), "request", None, 1),
+                _Rows(f"{prefix}slots", long - 1, "token", -1),
+                _Rows(f"{prefix}positions", long, "token"),
+            )
+            tensors: Values = {n: r.tensor for n, r in rows.items()}
+            tensors["workspace"] = table.workspace
+            self._tables.append(rows)
+            made.append(PagedBatch(**tensors, max_seqlen_q=0, holes=table.holes))
+        first, *others = made
+        self._batch = replace(first, others=tuple(others))
+
+    def _make_shared(self) -> None:
+        """The buffers of a shared prefix, see `SharedPrefix`."""
+        requests = len(self._ones) - 1
+        width, zeros = self.widths[0], self._ones.new_zeros
+        with ordinary():
+            self._shared = _by_field(
+                _Rows("shared.page_table", zeros(1, width), "step"),
+                _Rows("shared.seq_lens", zeros(1), "step"),
+                _Rows("shared.cu_seqlens_q", zeros(2), "step", 0, 1),
+                _Rows("shared.rest_table", zeros(requests, width), "request"),
+                _Rows("shared.rest_lens", zeros(requests), "request", None),
+            )
 
     def _buffers(self) -> Iterator[_Rows]:
-        return chain(self._rows.values(), self._tables.values())
+        every = self._rows, *self._tables, self._shared
+        return chain.from_iterable(rows.values() for rows in every)
 
     @property
     def bytes(self) -> int:
@@ -82,38 +120,62 @@ class Inputs:
     def of(self, bucket: Bucket) -> Values:
         """The bucket's rows of every buffer, the batch among them."""
 
-        def views(buffers: dict[str, _Rows]) -> Values:
-            count = {True: bucket.tokens, False: bucket.requests}
-            return {n: r.tensor[: count[r.by_token] + r.more] for n, r in buffers.items()}
+        def views(buffers: _Buffers) -> Values:
+            count = {"token": bucket.tokens, "request": bucket.requests, "step": 1}
+            return {n: r.tensor[: count[r.per] + r.more] for n, r in buffers.items()}
 
         found = views(self._rows)
         if self._batch is not None:
             changed: Values = {"max_seqlen_q": bucket.queries, "padded": not self._null(bucket)}
-            found[self._name] = replace(self._batch, **views(self._tables), **changed)
+            tables = zip((self._batch, *self._batch.others), self._tables, strict=True)
+            first, *others = (replace(b, **views(rows), **changed) for b, rows in tables)
+            shared = SharedPrefix(**views(self._shared)) if bucket.shared else None
+            found[self._name] = replace(first, others=tuple(others), shared=shared)
         return found
 
     def check(self, values: Values) -> None:
         """Raise StaleGraph for a call that differs in more than the values of tensors by row."""
         self._guard.check(values)
         for row, r in self._rows.items():
-            given, own = rows_of(row, values), r.tensor
-            same = given.dtype is own.dtype and given.device == own.device
-            if not same or given.shape[1:] != own.shape[1:]:
-                fail(StaleGraph, row, described(given, rows=True), described(own, rows=True))
+            given, kept = rows_of(row, values), r.tensor
+            same = given.dtype is kept.dtype and given.device == kept.device
+            if not same or given.shape[1:] != kept.shape[1:]:
+                fail(StaleGraph, row, described(given, rows=True), described(kept, rows=True))
         ours, name = self._batch, self._name
         if ours is None:
             return
         batch: PagedBatch = values[name]
-        table, scratch = batch.page_table, batch.workspace
-        if table.size(1) > self.width:
-            got = f"{table.size(1)} columns"
-            fail(StaleGraph, f"{name}.page_table", got, f"at most {self.width}")
-        if table.device != ours.page_table.device:
-            fail(StaleGraph, f"{name}.page_table", table.device, ours.page_table.device)
-        if batch.holes and not ours.holes:
-            fail(StaleGraph, f"{name}.holes", True, False)
-        if scratch is not ours.workspace and (got := _at(scratch)) != (want := _at(ours.workspace)):
-            fail(StaleGraph, f"{name}.workspace", got, want)
+        if len(batch.others) != len(ours.others):
+            got = f"{len(batch.others)} further tables"
+            fail(StaleGraph, f"{name}.others", got, f"{len(ours.others)}")
+        # Every step runs this loop before its replay, so that it calls no Python function.
+        for at, own in enumerate((ours, *ours.others)):
+            found = batch.others[at - 1] if at else batch
+            table, scratch, width = found.page_table, found.workspace, self.widths[at]
+            if table.size(1) > width:
+                got = f"{table.size(1)} columns"
+                fail(StaleGraph, f"{path(name, at)}.page_table", got, f"at most {width}")
+            if table.device != own.page_table.device:
+                want = own.page_table.device
+                fail(StaleGraph, f"{path(name, at)}.page_table", table.device, want)
+            if found.holes and not own.holes:
+                fail(StaleGraph, f"{path(name, at)}.holes", True, False)
+            if scratch is not own.workspace and _at(scratch) != _at(own.workspace):
+                fail(StaleGraph, f"{path(name, at)}.workspace", _at(scratch), _at(own.workspace))
+        if batch.shared is not None:
+            self._check_shared(batch.shared, ours.page_table.device)
+
+    def _check_shared(self, shared: SharedPrefix, device: torch.device) -> None:
+        """Raise StaleGraph for tables of a shared prefix that are wider than those of the batch, or
+        elsewhere."""
+        width = self.widths[0]
+        for field in ("page_table", "rest_table"):
+            table: Tensor = getattr(shared, field)
+            name = f"{self._name}.shared.{field}"
+            if table.size(1) > width:
+                fail(StaleGraph, name, f"{table.size(1)} columns", f"at most {width}")
+            if table.device != device:
+                fail(StaleGraph, name, table.device, device)
 
     def load(self, bucket: Bucket, values: Values, tokens: int, requests: int) -> None:
         """Copy a call's tensors into the bucket's rows and clear its padding rows.
@@ -124,12 +186,20 @@ class Inputs:
         if null := self._null(bucket):
             self._check_null(batch, tokens, requests)
         pairs: list[tuple[Tensor, Tensor]] = []
-        rows = [(n, r, values[n]) for n, r in self._rows.items()]
-        rows += [(n, r, getattr(batch, n)) for n, r in self._tables.items()]
-        sizes = {True: (tokens, bucket.tokens), False: (requests, bucket.requests)}
+        rows = [(r, values[n]) for n, r in self._rows.items()]
+        tables = () if batch is None else (batch, *batch.others)
+        for table, own_rows in zip(tables, self._tables, strict=True):
+            rows += [(r, getattr(table, n)) for n, r in own_rows.items()]
+        if batch is not None and batch.shared is not None:
+            rows += [(r, getattr(batch.shared, n)) for n, r in self._shared.items()]
+        sizes = {
+            "token": (tokens, bucket.tokens),
+            "request": (requests, bucket.requests),
+            "step": (1, 1),
+        }
         # Every step runs this loop before its replay, so that it calls no Python function.
-        for name, (buffer, by_token, pad, more), given in rows:
-            filled, count = sizes[by_token]
+        for (name, buffer, per, pad, more), given in rows:
+            filled, count = sizes[per]
             filled, count = filled + more, count + more
             if given.shape[0] != filled:
                 got, want = given.shape[0], f"{filled}, as in the batch"
@@ -142,12 +212,15 @@ class Inputs:
             pairs.append((own, given))
             if filled < count and pad is not None:
                 buffer[filled:count].fill_(pad)
-        if batch is not None and requests < bucket.requests:
-            ends = self._pad_requests(bucket, tokens, requests, null)
-            if batch.padded:
-                # Only the device knows the number of tokens that belong to requests.
-                pairs.append((ends, batch.cu_seqlens_q[-1:].expand_as(ends)))
+        if requests < bucket.requests:
+            for table, own_rows in zip(tables, self._tables, strict=True):
+                ends = self._pad_requests(own_rows, bucket, tokens, requests, null)
+                if table.padded:
+                    # Only the device knows the number of tokens that belong to requests.
+                    pairs.append((ends, table.cu_seqlens_q[-1:].expand_as(ends)))
         _copy_all(pairs)
+        if bucket.shared:
+            self._pad_shared(bucket, requests, null)
 
     def host_lengths(self, bucket: Bucket, batch: PagedBatch) -> HostLengths | None:
         """Those of a call's batch, and of the padding rows that `load` adds to it."""
@@ -158,10 +231,15 @@ class Inputs:
 
     def clear(self, bucket: Bucket) -> None:
         """Make all rows padding rows, for warm-up and capture."""
+        if bucket.shared and not self._shared:
+            self._make_shared()
+        null = self._null(bucket)
         for r in self._buffers():
             r.tensor.fill_(r.pad or 0)
-        if self._tables:
-            self._pad_requests(bucket, 0, 0, self._null(bucket))
+        for rows in self._tables:
+            self._pad_requests(rows, bucket, 0, 0, null)
+        if bucket.shared:
+            self._pad_shared(bucket, 0, null)
 
     def _null(self, bucket: Bucket) -> bool:
         """Are padding rows requests of one token that reads the null page?"""
@@ -169,20 +247,35 @@ class Inputs:
 
     def _check_null(self, batch: PagedBatch | None, tokens: int, requests: int) -> None:
         """Raise InvalidInput for a batch with tokens of no request."""
-        if batch is not None and (batch.padded or tokens != requests):
-            want = "one token a request and padded=False, which padding='null' requires"
-            fail(InvalidInput, "batch", "tokens of no request", want)
+        if batch is None:
+            return
+        for table in (batch, *batch.others):
+            if table.padded or tokens != requests:
+                want = "one token a request and padded=False, which padding='null' requires"
+                fail(InvalidInput, "batch", "tokens of no request", want)
 
-    def _pad_requests(self, bucket: Bucket, tokens: int, requests: int, null: bool) -> Tensor:
-        """Set lengths and ends of the padding rows, which start at `requests`.
+    def _pad_requests(
+        self, rows: _Buffers, bucket: Bucket, tokens: int, requests: int, null: bool
+    ) -> Tensor:
+        """Set lengths and ends of the padding rows of a page table, which start at `requests`.
 
         Returns the ends.
         """
-        ends = self._tables["cu_seqlens_q"].tensor[requests + 1 : bucket.requests + 1]
-        self._tables["seq_lens"].tensor[requests : bucket.requests].fill_(int(null))
+        ends = rows["cu_seqlens_q"].tensor[requests + 1 : bucket.requests + 1]
+        rows["seq_lens"].tensor[requests : bucket.requests].fill_(int(null))
         if null:
             return ends.copy_(self._ones[requests + 1 : bucket.requests + 1])
         return ends.fill_(tokens)
+
+    def _pad_shared(self, bucket: Bucket, requests: int, null: bool) -> None:
+        """Set the lengths behind the shared prefix of padding rows.
+
+        Tokens of no request do not attend to the prefix either. Those of padding requests do: a
+        kernel may rely on every token having a request.
+        """
+        self._shared["rest_lens"].tensor[requests : bucket.requests].fill_(int(null))
+        if null:
+            self._shared["cu_seqlens_q"].tensor[1:].fill_(bucket.tokens)
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -196,9 +289,11 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
         copy_all(ours, theirs)
 
 
-def _like(given: Tensor, rows: int, by_token: bool) -> _Rows:
+def _like(name: str, values: Values, rows: int, per: Literal["token", "request"]) -> _Rows:
+    """A buffer of so many rows like the argument of this name. Raises InvalidInput."""
+    given = rows_of(name, values)
     shape = rows, *given.shape[1:]
-    return _Rows(torch.zeros(shape, dtype=given.dtype, device=given.device), by_token)
+    return _Rows(name, torch.zeros(shape, dtype=given.dtype, device=given.device), per)
 
 
 def _at(t: Tensor | None) -> str:

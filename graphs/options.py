@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, Protocol, TypedDict, get_args
+from typing import Any, Literal, NoReturn, Protocol, TypedDict, get_args
 
 from torch import Tensor
 
-from ..cache.batch import PagedBatch
+from ..cache.batch import PagedBatch, SharedPrefix
 from ..cache.paged import Pages
 from ..core.errors import InvalidInput, fail
 from ..core.record import need
@@ -107,8 +107,9 @@ class Options:
         copied = (self.batch, *self.tokens, *self.requests)
         return {n: v for n, v in values.items() if n not in copied}
 
-    def sizes(self, values: Values) -> tuple[Kind, int, int, int]:
-        """(kind, new tokens, requests, the most tokens of a request) of a call.
+    def sizes(self, values: Values) -> tuple[Kind, int, int, int, bool]:
+        """(kind, new tokens, requests, the most tokens of a request, has it a shared prefix?) of a
+        call.
 
         Without a batch, the rows of the first tensor by request are the requests, with one token
         each if no tensor is by token. Raises InvalidInput.
@@ -117,20 +118,22 @@ class Options:
             requests = rows_of(self.requests[0], values).shape[0] if self.requests else 0
             tokens = rows_of(self.tokens[0], values).shape[0] if self.tokens else requests
             decodes = self.buckets.decode and self.requests and tokens == requests
-            return "decode" if decodes else "mixed", tokens, requests, tokens
+            return "decode" if decodes else "mixed", tokens, requests, tokens, False
         batch = values.get(self.batch)
         if not isinstance(batch, PagedBatch):
             want = "a PagedBatch, as PagedCache.batch makes it"
             fail(InvalidInput, self.batch, type(batch).__name__, want)
-        if batch.prefix or batch.shared is not None:
-            want = "None or (): the sizes of their tensors differ at every step"
-            fail(InvalidInput, f"{self.batch}.prefix, shared", "cached tokens", want)
-        if batch.others:
-            got, want = f"{len(batch.others)} more tables", "(): a cache without windows"
-            fail(InvalidInput, f"{self.batch}.others", got, want)
+        if batch.prefix:
+            _refuse_prefix(self.batch, batch)
+        shared = batch.shared is not None
+        if shared and not isinstance(batch.shared, SharedPrefix):
+            want = "a SharedPrefix or None"
+            fail(InvalidInput, f"{self.batch}.shared", type(batch.shared).__name__, want)
+        for at, other in enumerate(batch.others, 1):
+            _check_other(self.batch, at, other, batch)
         tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
-        kind = self.buckets.kind(tokens, requests, batch.max_seqlen_q)
-        return kind, tokens, requests, batch.max_seqlen_q
+        kind = self.buckets.kind(tokens, requests, batch.max_seqlen_q, shared)
+        return kind, tokens, requests, batch.max_seqlen_q, shared
 
     def plan_maker(self, bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
         """Makes the device plan in the graph of a bucket.
@@ -138,6 +141,9 @@ class Options:
         A plan that came with the batch would be of the lengths at capture.
         """
         if self.cache is None or self.prepare is not None or bucket.kind == "mixed":
+            return None
+        # The plan is for the whole tables, not for the two parts of a cascade.
+        if bucket.shared:
             return None
         return self.cache.plan_maker(bucket.tokens, bucket.requests, bucket.queries)
 
@@ -160,3 +166,32 @@ def rows_of(name: str, values: Values) -> Tensor:
         want = "a tensor whose first dim counts tokens or requests"
         fail(InvalidInput, name, type(found).__name__, want)
     return found
+
+
+def path(name: str, table: int) -> str:
+    """The batch of a page table in the batch of this name, for messages."""
+    return f"{name}.others[{table - 1}]" if table else name
+
+
+def _check_other(name: str, at: int, other: object, batch: PagedBatch) -> None:
+    """Raise InvalidInput for what is no batch of page table `at` of `batch`."""
+    if not isinstance(other, PagedBatch):
+        want = "a PagedBatch, as PagedCache.batch makes it"
+        fail(InvalidInput, path(name, at), type(other).__name__, want)
+    if other.prefix:
+        _refuse_prefix(path(name, at), other)
+    if other.shared is not None or other.others:
+        want = "None and (): only the batch itself has them"
+        fail(InvalidInput, f"{path(name, at)}.shared, others", "further tables", want)
+    if other.max_seqlen_q != batch.max_seqlen_q:
+        want = f"{batch.max_seqlen_q}, as in the batch"
+        fail(InvalidInput, f"{path(name, at)}.max_seqlen_q", other.max_seqlen_q, want)
+
+
+def _refuse_prefix(name: str, batch: PagedBatch) -> NoReturn:
+    got = f"{len(batch.prefix or ())} chunks of cached tokens"
+    want = (
+        "None or (): their number and sizes differ at every step. Make the batch without "
+        "prefix_tokens, or call the model itself"
+    )
+    fail(InvalidInput, f"{name}.prefix", got, want)

@@ -191,9 +191,9 @@ class Traced(AsItRuns):
 
         marked = values | {n: mark(values[n], tokens) for n in options.tokens}
         marked |= {n: mark(values[n], requests) for n in options.requests}
-        if options.batch is not None:
-            b: PagedBatch = values[options.batch]
-            marked[options.batch] = replace(
+
+        def table(b: PagedBatch) -> PagedBatch:
+            return replace(
                 b,
                 page_table=mark(b.page_table, requests),
                 seq_lens=mark(b.seq_lens, requests),
@@ -201,7 +201,17 @@ class Traced(AsItRuns):
                 cu_seqlens_q=mark(b.cu_seqlens_q, requests, 1),
                 positions=mark(b.positions, tokens),
                 max_seqlen_q=0,
+                others=tuple(map(table, b.others)),
             )
+
+        if options.batch is not None:
+            batch = table(values[options.batch])
+            if (shared := batch.shared) is not None:
+                rest_table, rest_lens = (
+                    mark(t, requests) for t in (shared.rest_table, shared.rest_lens)
+                )
+                shared = replace(shared, rest_table=rest_table, rest_lens=rest_lens)
+            marked[options.batch] = replace(batch, shared=shared)
         return marked
 
     def _backend(
@@ -236,7 +246,9 @@ def _step_of(options: Options, bucket: Bucket) -> Callable[[Values], Any]:
     def step(values: Values) -> Any:
         if name is not None:
             batch = values[name]
-            batch = replace(batch, max_seqlen_q=queries or batch.slots.shape[0])
+            most = queries or batch.slots.shape[0]
+            others = tuple([replace(other, max_seqlen_q=most) for other in batch.others])
+            batch = replace(batch, max_seqlen_q=most, others=others)
             batch = batch if make is None else replace(batch, plan=make(batch))
             values = {**values, name: batch}
         return model(**values)

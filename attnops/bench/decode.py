@@ -16,6 +16,9 @@ A measurement is as many steps one after the other as there are tokens, with one
 at the end. `synchronised_us`: of a step where the host waits after each. `vllm`, `sglang`: a step
 of other engines, from a call of `generate` less a shorter one.
 
+The logits of every way are compared with those of the same weights in float32 (of float32 in
+float64), whose attention goes in chunks of queries, so that long contexts fit into memory.
+
 `first_s`: the first steps, compilation and capture included, with an empty compile cache.
 `of_bandwidth`: the bytes a step must read over its time, as a share of the bandwidth measured in
 the same run. `us_...`: GPU time by kind of kernel, and the gaps between kernels.

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from attnops.bench import Point, Setup, models, peers, ways
+from attnops.bench.chunks import InChunks
 from attnops.bench.overhead import in_a_process
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
 from attnops.hf import Decode
@@ -131,7 +132,8 @@ def measure(
 
     def exactly(text: Tensor) -> Any:
         """Exact logits `[B, N, V]` of the new tokens of a text."""
-        return models.widened(model)(text[:, :-1], logits_to_keep=new).logits
+        with InChunks():
+            return models.widened(model)(text[:, :-1], logits_to_keep=new).logits
 
     hf = way("hf")
     # Two calls on a GPU may choose other tokens where two are nearly as good, so logits are

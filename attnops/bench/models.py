@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import attnops.hf
 from attnops.bench import Point, Setup
+from attnops.bench.chunks import InChunks
 from attnops.bench.rows import Case, More, Row, Rows, relative_error, time_if_right, with_ratios
 from attnops.bench.ways import PLACES, How
 from attnops.configs import SHAPES, config_of
@@ -351,16 +352,18 @@ def widened(model: Any) -> Any:
 @torch.no_grad()
 def exactly(model: Any, prompt: Tensor, new: Tensor | None = None, **given: Tensor) -> Tensor:
     """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None:
-    `[B, 1, V]`, of the prompt's last token."""
+    `[B, 1, V]`, of the prompt's last token. The prompt's attention goes in chunks of queries where
+    the model asks torch for it."""
     wide = widened(model)
     if callable(
         choose := getattr(wide, "set_experts_implementation", None)
     ):  # grouped products have no float64
         choose("eager")
     cache = transformers.DynamicCache(config=wide.config)
-    last: Tensor = wide(
-        prompt, **argument(wide, cache), use_cache=True, logits_to_keep=1, **given
-    ).logits
+    with InChunks():
+        last: Tensor = wide(
+            prompt, **argument(wide, cache), use_cache=True, logits_to_keep=1, **given
+        ).logits
     if new is None:
         return last
     return torch.cat(

@@ -28,6 +28,7 @@ from tests.graphs.models import (
     KV_HEADS,
     VOCAB,
     Decaying,
+    Windowed,
     boundary,
     decoder,
     paged_cache,
@@ -41,7 +42,7 @@ Step = Callable[..., Tensor]
 
 class Pair(helpers.Pair):
     """A model in graphs beside the same model without, over caches of NaN that are given the same
-    requests."""
+    requests. windows: of the layers, of which there are then as many."""
 
     def __init__(
         self,
@@ -49,13 +50,14 @@ class Pair(helpers.Pair):
         kernel: str | None = None,
         dtype: torch.dtype = torch.float32,
         buckets: Buckets = BUCKETS,
+        windows: tuple[int, ...] = (),
         **more: Any,
     ):
         boundary()
-        self.model = decoder(LAYERS, kernel=kernel, head_dim=D).cuda().to(dtype)
+        sizes = {"windows": windows, "max_new_tokens": 64} if windows else {}
         self.cache, self.twin = (
             paged_cache(
-                LAYERS,
+                len(windows) or LAYERS,
                 pages=160,
                 requests=12,
                 width=16,
@@ -63,9 +65,14 @@ class Pair(helpers.Pair):
                 dtype=dtype,
                 page=PAGE,
                 head_dim=D,
+                **sizes,
             )
             for _ in range(2)
         )
+        model = decoder(LAYERS, kernel=kernel, head_dim=D)
+        if windows:
+            model = Windowed(windows, self.cache.table_of, head_dim=D).eval()
+        self.model = model.cuda().to(dtype)
         self.step: Step
         if mode == "inductor":
             self.step = torch.compile(self.model, mode="reduce-overhead", fullgraph=True)
@@ -126,6 +133,28 @@ def test_tokens_are_those_of_eager_over_changing_batches(mode: str, kernel: str 
         if mode == "piecewise":
             # First, middle and last, also where the step is one graph.
             assert set(pair.graphed.report().compiled.values()) == {3}, pair.graphed.report()
+
+
+@pytest.mark.parametrize("padding", ["absent", "null"])
+@pytest.mark.parametrize("mode", ["piecewise", "breakable"])
+def test_a_page_table_for_each_window(mode: str, padding: Any) -> None:
+    """Every table follows its step, also where pages behind a window are used again."""
+    pair = Pair(mode, buckets=replace(BUCKETS, padding=padding), windows=(0, 40, 100))
+    assert len(pair.cache.tables) == 3
+    for pool in helpers.pools(pair.cache, pair.twin):
+        pool[0] = 0
+    pair.agree("abc", [50, 17, 3])
+    for _ in range(150):
+        pair.agree("abc")
+    pair.agree("ab")
+    pair.agree("dbc", [20, 1, 1])
+    pair.agree("cabd")
+    pair.free("a")
+    pair.agree("ebc", [40, 2, 3])  # pages that belonged to another
+    pair.agree("ebcd", [4, 1, 0, 3])  # drafts
+    pair.agree("")  # idle
+    pair.agree("ebcd")
+    assert not pair.graphed.report().eager_calls
 
 
 @pytest.mark.parametrize("mode", [piecewise, breakable], ids=["piecewise", "breakable"])

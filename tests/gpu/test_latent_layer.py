@@ -256,6 +256,25 @@ def test_a_shared_prefix(kernel: str | None) -> None:
     assert off(results[1], results[0]) < NEAR
 
 
+@pytest.mark.parametrize("kernel", [None, "flashmla", "fa3", "triton"])
+def test_a_shared_prefix_in_graphs(kernel: str | None) -> None:
+    """Replayed on other numbers of requests and drafts. A step without has other graphs."""
+    with skipping(kernel):
+        one = Served(16, kernel, prompts=(1000,))
+        [first] = one.ids
+        ids, step = [first, *(one.cache.fork(first) for _ in range(3))], one.in_graphs()
+        pages = one.cache.latent_pages[0]
+        for counts in ((1, 1, 1), (1, 1, 1, 1), (2, 4, 1), (1, 1), (3, 1, 2, 4), (1, 1, 1)):
+            for share in (True, False):
+                batch = one.cache.batch(ids[: len(counts)], counts, share=share)
+                assert (batch.shared is not None) == share
+                rows = new(counts)
+                got = step(torch.cat(rows), batch=batch, latent_pages=pages).clone()
+                # Eager writes the same latents into the same slots again.
+                assert off(got, one.run(rows, batch)) < NEAR
+        assert {row.bucket.shared for row in step.report().rows} == {True, False}
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_float8(heads: int) -> None:
     """Pages of float8, with queries as they are and quantised, through whichever kernel is

@@ -43,11 +43,19 @@ class Pair:
     """step: in graphs. Requests are named by letters, and both caches hold them."""
 
     def __init__(
-        self, mode, buckets=BUCKETS, model=None, need=lambda: 0, layers=1, kernel=None, **more
+        self,
+        mode,
+        buckets=BUCKETS,
+        model=None,
+        need=lambda: 0,
+        layers=1,
+        kernel=None,
+        cached=paged_cache,
+        **more,
     ):
         self.model = decoder(layers, kernel=kernel) if model is None else model
         layers = len(self.model.layers)
-        self.cache, self.twin, self.device = paged_cache(layers), paged_cache(layers), StandIn(need)
+        self.cache, self.twin, self.device = cached(layers), cached(layers), StandIn(need)
         self.step = graphed(
             mode, self.model, buckets, batch="batch", cache=self.cache, graphs=self.device, **more
         )

@@ -49,6 +49,25 @@ class Decoder(nn.Module):
         return self.head(hidden)
 
 
+class Windowed(Decoder):
+    """Layers that see so many tokens each, their own included; 0: all of them. tables: of a cache
+    of these windows, the page table of each layer."""
+
+    def __init__(self, windows, tables, head_dim=D):
+        super().__init__(len(windows), head_dim=head_dim)
+        self.tables = tables
+        for layer, window in zip(self.layers, windows, strict=True):
+            layer.attention.window = (window - 1, 0) if window else (-1, -1)
+
+    def forward(self, tokens, batch, k_pages, v_pages):
+        hidden = self.embed(tokens)
+        for i, (layer, mlp) in enumerate(zip(self.layers, self.mlps, strict=True)):
+            own = batch.of(self.tables[i])
+            hidden = hidden + layer(hidden, batch=own, k_pages=k_pages[i], v_pages=v_pages[i])
+            hidden = hidden + mlp(hidden)
+        return self.head(hidden)
+
+
 class Decaying(nn.Module):
     """A state for every row, and a count of steps in a buffer. fails: called on the rows."""
 
@@ -80,6 +99,7 @@ def paged_cache(
     dtype=torch.float32,
     page=PAGE,
     head_dim=D,
+    **more,
 ):
     """A cache whose every page, the null page included, is NaN until it is written."""
     cache = PagedCache(
@@ -92,6 +112,7 @@ def paged_cache(
         max_pages_per_request=width,
         dtype=dtype,
         device=device,
+        **more,
     )
     for pool in (*cache.k_pages, *cache.v_pages):
         pool.fill_(float("nan"))

@@ -63,6 +63,29 @@ def test_verify_batches():
     assert [b.queries for b in BUCKETS.of_trace("verify 3")] == [3, 3, 3]
 
 
+def test_an_idle_step_takes_the_smallest_bucket_there_is():
+    assert BUCKETS.find(BUCKETS.kind(0, 0, 0), 0, 0) == Bucket(1, 1, "decode")
+    some = Buckets(tokens=(16, 32), requests=4)
+    assert some.find(some.kind(0, 0, 0), 0, 0) == Bucket(16, 4, "mixed")
+    assert some.kind(2, 2, 1) == "decode"  # of which there is no bucket
+
+
+def test_batches_with_a_shared_prefix_have_buckets_of_their_own():
+    found = BUCKETS.find("decode", 3, 3, shared=True)
+    assert found == Bucket(4, 4, "decode", True) and str(found) == "decode shared x4"
+    assert [str(b) for b in BUCKETS.of_trace("verify 3 shared")] == [
+        "verify 3 shared x1",
+        "verify 3 shared x2",
+        "verify 3 shared x4",
+    ]
+    assert BUCKETS.all(True) == tuple(replace(b, shared=True) for b in BUCKETS.all())
+    assert BUCKETS.kind(8, 4, 2, shared=True) == "verify"
+    without = replace(BUCKETS, dropped=frozenset({found}))
+    with pytest.raises(BatchTooLarge, match="decode batch: requests got 3, want at most 2"):
+        without.find("decode", 3, 3, shared=True)
+    assert without.find("decode", 3, 3) == Bucket(4, 4, "decode")
+
+
 def test_a_dropped_bucket_serves_nobody():
     buckets = replace(BUCKETS, dropped=frozenset({Bucket(4, 4, "decode"), Bucket(12, 4, "verify")}))
     assert buckets.find("decode", 2, 2) == Bucket(2, 2, "decode") and buckets.find(

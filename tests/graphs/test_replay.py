@@ -156,7 +156,11 @@ def test_what_a_replay_refuses(mode):
     for text, args, changed in (
         (r"tokens.shape\[0\]: got 3, want 2, as in the batch", (), {"tokens": tokens.new_zeros(3)}),
         ("batch: got dict, want a PagedBatch", (), {"batch": {}}),
-        ("prefix, shared", (), {"batch": replace(mine, prefix=(1,))}),
+        (
+            "batch.prefix: got 1 chunks of cached tokens, want None",
+            (),
+            {"batch": replace(mine, prefix=(1,))},
+        ),
         ("arguments: got 5 without a name", (1, 2, 3, 4, 5), {}),
         (r"arguments: got \['tokens'\], want each once", (tokens,), {}),
     ):
@@ -393,3 +397,15 @@ def test_an_idle_step(mode):
     pair.agree("ab")
     replays = {str(row.bucket): row.replays for row in pair.step.report().rows}
     assert replays["decode x1"] == 1 and not pair.step.report().eager_calls
+
+
+@any_mode
+def test_an_idle_step_of_graphs_without_decode(mode):
+    """It may be the first one."""
+    pair = Pair(mode, Buckets(tokens=(16, 32), requests=2))
+    with pair.untouched():
+        pair.agree("")
+    pair.agree("ab", [6, 3])
+    pair.agree("")
+    replays = {str(row.bucket): row.replays for row in pair.step.report().rows}
+    assert replays == {"mixed 16 tokens x2": 3}
