@@ -148,11 +148,10 @@ def test_turns_of_a_conversation_are_captured(name, pad):
             del cache  # the next one is of its pages
 
 
-@pytest.mark.parametrize("name", ["llama", "minicpm3"])
-def test_a_long_prompt_is_captured_in_chunks(name, monkeypatch):
+def test_a_long_prompt_is_captured_in_chunks(monkeypatch):
     """One row takes several, and the next begins one of its own."""
     monkeypatch.setattr(prompt, "CHUNK", 64)
-    with first(name) as pair:
+    with first() as pair:
         assert ways(pair, [(2, 150, 2)] * 3) == ["", "captured", "captured"]
         assert len(pair.decoder._kept.over) == 3, "of steps, of first chunks and of later ones"
 

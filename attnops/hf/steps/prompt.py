@@ -37,7 +37,6 @@ from attnops.graphs.kinds import Kinds, OneSize
 from attnops.graphs.per_layer import NotRegional, Regions, Twin
 from attnops.graphs.stale import uncached_casts
 from attnops.hf.attention.descriptor import padding_of, tracing
-from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, Step
 from attnops.hf.steps.captures import Failures, Over, passing
@@ -97,8 +96,8 @@ class Prompts:
 
     forward: the model's own. regions: the compiled layers.
     failures: why there are no "layers", or no graphs of them.
-    due: graphs, and the tokens of a chunk to record for them, see `begin`. A prompt that failed may
-        leave them.
+    due: by their mode graphs, and the tokens of a chunk to record for them, see `begin`. A prompt
+        that failed may leave them.
     graphs: what failures of captures are of now: recorded layers of a state, or compiled ones.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these
     ran it, "compiled" or "captured".
@@ -113,8 +112,8 @@ class Prompts:
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self._replayed = False  # did a graph run a chunk of it?
         self._recorded = False  # did its layers need no compiler?
-        self.due: tuple[weakref.ref[Over], int] | None = None
-        self._begun = False  # were the layers of a size recorded?
+        self.due: dict[str, tuple[weakref.ref[Over], int]] = {}
+        self._begun: set[str] = set()  # the modes of graphs with a size whose layers were recorded
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         config: Any = getattr(model, "config", None)
@@ -195,7 +194,7 @@ class Prompts:
 
         Raises InvalidInput: a mask that pages cannot follow.
         """
-        self.due = None
+        self.due.clear()
         cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
         state, (rows, columns) = cache.state, ids.shape
         start, (seen, *starts) = padding_of(
@@ -208,7 +207,9 @@ class Prompts:
             return None
         if positions is None:
             positions = torch.arange(seen, seen + columns, device=ids.device)
-        parts = self._chunks(counts, [max(seen - s, 0) for s in starts], state.pages)
+        whole = self._of_length or cache.latent or any(state.pages.windows)
+        most = sum(counts) if whole else CHUNK
+        parts = parts_of(counts, [max(seen - s, 0) for s in starts], most)
         over = self._graphs_of(parts, graphs, recorded)
         if self.why:
             return None
@@ -223,11 +224,6 @@ class Prompts:
             self._ran = True
             self.failures.done("layers")
         return torch.cat(logits) if len(logits) > 1 else logits[0]
-
-    def _chunks(self, counts: list[int], before: list[int], pages: ModelPages) -> list[Part]:
-        """As `parts_of`, of as many tokens as compiled layers take at once."""
-        whole = self._of_length or any(pages.windows)
-        return parts_of(counts, before, sum(counts) if whole else CHUNK)
 
     def _is_of_compiler(self, error: Exception) -> bool:
         """Could layers not be compiled? An error of layers that ran before is one of the step."""
@@ -257,27 +253,28 @@ class Prompts:
             return _NO_ROOM
         if over.chunks(part.size) > after:
             return over
-        if over.recorded and not self._begun:
-            self.due = weakref.ref(over), part.size
+        if over.recorded and over.mode not in self._begun:
+            self.due[over.mode] = weakref.ref(over), part.size
         return _early(after)
 
     def begin(self, turn: AbstractContextManager[Any]) -> None:
-        """Record the layers of the first size, while the device runs its first prompt, and begin to
-        compile their kernels, which later sizes share. Those are recorded with their graphs: of
-        many lengths, most come once.
+        """Record the layers of the first size of each mode, while the device runs its first prompt,
+        and begin to compile their kernels, which later sizes share. Those are recorded with their
+        graphs: of many lengths, most come once.
 
         turn: a thread's, to use the graphs.
         """
-        if self.due is None:
+        if not self.due:
             return
         with turn:
-            due, self.due = self.due, None
-            over = due and due[0]()
-            if due is None or over is None:
-                return  # another thread has begun, or the graphs were freed
-            self._begun = True
-            with suppress(Exception):  # the capture raises it
-                over.graphed.begin(**over.padding(due[1]))
+            due, self.due = self.due, {}  # none: another thread has begun
+            for mode, (graphs, tokens) in due.items():
+                over = graphs()
+                if over is None:
+                    continue  # they were freed
+                self._begun.add(mode)
+                with suppress(Exception):  # the capture raises it
+                    over.graphed.begin(**over.padding(tokens))
 
     def _tried(
         self,
