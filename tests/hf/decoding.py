@@ -4,6 +4,7 @@ patched model beside its twin."""
 import copy
 import threading
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,13 +18,52 @@ CALL = (2, 9, 4)
 """Rows, length of the prompt, new tokens."""
 
 
+SAMPLED = {"do_sample": True}
+ENDS = [*range(3, 128, 4)]
+"""So many tokens end a row that rows end at different steps."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": SAMPLED,
+    "temperature": {**SAMPLED, "temperature": 0.6},
+    "top_k": {**SAMPLED, "top_k": 5},
+    "top_p": {**SAMPLED, "top_k": 0, "top_p": 0.7},
+    "min_p": {**SAMPLED, "min_p": 0.1, "temperature": 1.7},
+    "penalty": {"repetition_penalty": 1.5},
+    "least": {**SAMPLED, "min_new_tokens": 3, "top_p": 0.9, "eos_token_id": ENDS},
+    "all": {
+        **SAMPLED,
+        "temperature": 1.3,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 0.8,
+    },
+}
+
+
+class Streamer:
+    """What was put, `None` at the end. stop: the number of the put that raises."""
+
+    def __init__(self, stop=None):
+        self.got, self.stop = [], stop
+
+    def put(self, tokens):
+        if len(self.got) == self.stop:
+            raise KeyError("the streamer's own")
+        self.got.append(tokens.tolist())
+
+    def end(self):
+        self.got.append(None)
+
+
 def how(mode="breakable", **more):
     return Decode(mode, **{"inner": "eager", "graphs": StandIn(), **more})
 
 
-def auto(**more):
+def auto(mode="auto", **more):
     """As on a GPU without options."""
-    return how("auto", **{"compile_after": 8, **more})
+    return how(mode, **{"compile_after": 8, **more})
 
 
 def graphed(model, mode="breakable", **more):

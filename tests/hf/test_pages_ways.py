@@ -31,40 +31,6 @@ from tests.hf.helpers import (
 from tests.hf.kinds import attending, both, pages_of
 from tests.lowering.models import compiled_code, kernel_calls
 
-WAYS: dict[str, dict[str, Any]] = {
-    "chunks": {"prefill_chunk_size": 4},
-    "long chunks": {"prefill_chunk_size": 40},
-    "samples": {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 5},
-    "penalty": {"repetition_penalty": 1.3},
-    "lookup": {"prompt_lookup_num_tokens": 3},
-    "long lookup": {"prompt_lookup_num_tokens": 50},
-    "no cache": {"use_cache": False},
-    "static": {"cache_implementation": "static"},
-}
-
-
-@pytest.mark.sweep(2)
-@both("gpt_oss")
-@pytest.mark.parametrize("way", WAYS)
-def test_ways_to_generate(way, name, small_pages):
-    model, rows = tiny.model(name), 1 if "lookup" in way else 3
-
-    def run():
-        torch.manual_seed(0)
-        more = {
-            "max_new_tokens": 12,
-            "do_sample": False,
-            "attention_mask": left_padded(rows, 60),
-            **WAYS[way],
-        }
-        return model.generate(tokens(rows, 60), **more)
-
-    want = run()
-    with paged(model), attending(name) as calls:
-        assert torch.equal(run(), want)
-    assert bool(calls.later) == bool(small_pages) == (way not in ("no cache", "static"))
-    assert all(pages.windows == ((0,) if name in LATENT else (8, 0)) for pages in small_pages)
-
 
 @pytest.mark.sweep(2)
 @both("mistral")

@@ -23,7 +23,6 @@ from tests.hf.helpers import (
     make_cache,
     near,
     relative,
-    same_tokens,
     tokens,
     watched,
 )
@@ -113,21 +112,6 @@ def test_gaps(gaps, name, cache, mode):
     want = logits(model, cache, tokens(), mask)
     with attnops.patch(model, mask=mode):
         near(logits(model, cache, tokens(), mask), want)
-
-
-WAYS: list[dict[str, Any]] = [
-    {"num_beams": 3},
-    {"prefill_chunk_size": 4},
-    {"num_beams": 2, "num_return_sequences": 2},
-    {"repetition_penalty": 1.3},
-]
-
-
-@MODES
-@pytest.mark.parametrize("options", WAYS, ids="-".join)
-def test_ways_to_generate(options, mode):
-    model = model_of("llama")
-    same_tokens(model, {"mask": mode}, **options)
 
 
 @MODES

@@ -1,7 +1,6 @@
 """Prompts of mode "auto" before capture(): recorded layers in graphs from the second of a size on,
 and no compiler."""
 
-import random
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -45,57 +44,6 @@ def first(model="llama", **more):
 def ways(pair, calls):
     """How each prompt ran, the tokens being the twin's."""
     return [pair.same(*call).prompt for call in calls]
-
-
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "granite"]
-)
-def test_the_second_prompt_of_a_size_is_captured(name):
-    """Rows have padding on the left, and lengths differ from call to call."""
-    calls = [(3, 20, 3), (3, 18, 2), (2, 14, 3), (2, 13, 1), (1, 18, 1), (3, 20, 3)]
-    with first(name) as pair:
-        took = ways(pair, calls)
-        assert took == ["", "captured", "", "captured", "captured", "captured"], (
-            pair.handle.report()
-        )
-        assert "ran through captured layers, without a compiler" in str(pair.handle.report())
-
-
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "gemma2",
-    "gemma3",
-    "mistral",
-    "phi3",
-    "olmo2",
-    "granite",
-    "glm4",
-    "cohere2",
-    "gpt_neox",
-    "deepseek_v3",
-    "gpt_oss",
-)
-"""With sliding windows, latents and mixtures among them."""
-
-
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_random_calls_have_the_tokens_of_transformers(name, monkeypatch):
-    """Rows, lengths and new tokens change from call to call; the first row has padding on the
-    left."""
-    monkeypatch.setattr(prompt, "CAPTURED", (32, 64, 128, 256))
-    some = random.Random(FAMILIES.index(name))
-    calls = [(some.randint(1, 4), some.randint(5, 50), some.randint(1, 4)) for _ in range(8)]
-    with first(name) as pair:
-        took = ways(pair, [(4, 50, 4), *calls])  # the first call's pages serve all
-        kept = name in ("deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss")
-        assert took.count("captured") >= (0 if kept else 4), pair.decoder.prompts.why
-        assert not kept or not any(took)
 
 
 @pytest.mark.sweep(2)

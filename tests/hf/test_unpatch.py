@@ -17,8 +17,7 @@ from attnops import adapters
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import patching, tiny
 from attnops.hf.cache.names import named
-from tests.hf.decoding import generated, how
-from tests.hf.test_defaults import auto
+from tests.hf.decoding import auto, generated, how
 
 CALL = (2, 14, 3)
 WAYS = {
