@@ -3,6 +3,7 @@ patched model beside its twin."""
 
 import copy
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ import attnops
 from attnops.hf import Decode, tiny
 from attnops.hf.steps import prompt
 from tests.graphs.standin import StandIn
-from tests.hf.helpers import LIMIT, paged, relative
+from tests.hf.helpers import near, paged
 
 CALL = (2, 9, 4)
 """Rows, length of the prompt, new tokens."""
@@ -64,6 +65,20 @@ def how(mode="breakable", **more):
 def auto(mode="auto", **more):
     """As on a GPU without options."""
     return how(mode, **{"compile_after": 8, **more})
+
+
+TIERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "default": dict,
+    "dense": lambda: {"mask": "dense"},
+    "compact": lambda: {"mask": "compact"},
+    "pages": lambda: {"cache": "paged"},
+    "breakable": lambda: {"cache": "paged", "decode": how()},
+    "piecewise": lambda: {"cache": "paged", "decode": how("piecewise", compile_after=0)},
+    "recorded": lambda: {"decode": auto(compile_after=99)},
+    "auto": lambda: {"decode": auto()},
+}
+"""Options of `patch`. The first three have transformers' own caches on a CPU. recorded, auto: as on
+a GPU without options, the second compiled after eight steps."""
 
 
 def graphed(model, mode="breakable", **more):
@@ -136,7 +151,7 @@ class Beside:
     def near(self, *call):
         """The logits of a call are the twin's, which are returned."""
         want = logits(self.twin, *call)
-        assert relative(logits(self.model, *call), want) < LIMIT
+        near(logits(self.model, *call), want)
         return want
 
     def change(self, change):
@@ -163,6 +178,11 @@ def beside(model="llama", mode="breakable", twin=None, kernel=None, **more):
     cache = "auto" if mode == "auto" else "paged"
     with attnops.patch(model, cache=cache, kernel=kernel, decode=how(mode, **more)) as handle:
         yield Beside(model, twin, handle)
+
+
+def first(model="llama", **more):
+    """As `beside`, with steps that are not compiled soon."""
+    return beside(model, "auto", **{"compile_after": 99, **more})
 
 
 class Failing(StandIn):

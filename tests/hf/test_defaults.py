@@ -4,7 +4,6 @@ transformers' own way with a reason elsewhere."""
 import copy
 import functools
 import gc
-import pickle
 import weakref
 from contextlib import nullcontext
 
@@ -19,10 +18,11 @@ from attnops.hf import Took, page_model as paged, tiny
 from attnops.hf.cache import idle_pages as pool
 from attnops.hf.cache.names import NAME, cache_of, named
 from attnops.hf.steps import captures as states, graphed_steps as steps
-from tests.hf.decoding import asked, auto, generated
+from tests.hf.decoding import asked, auto, beside, first, generated
 from tests.hf.helpers import LIMIT, relative
 
 CALL = (2, 9, 6)
+CAPTURED = Took("paged", "breakable")
 
 
 def test_on_a_cpu_nothing_but_attention_changes():
@@ -131,7 +131,7 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
         model.eval()
         if chosen and why != "positions of its own":  # which is the model's, and stays
             generated(model, *CALL)
-            assert handle.took == Took("paged", "breakable")
+            assert handle.took == CAPTURED
 
 
 @pytest.mark.sweep(3)
@@ -179,21 +179,15 @@ def test_models_that_run_as_stock_say_why(name, spoil, why, chosen):
 
 @pytest.mark.usefixtures("own_prompts")
 def test_a_forward_that_is_replaced_after_the_first_call():
-    model, calls = tiny.model("llama"), []
-    want = generated(model, *CALL)
-    with attnops.patch(model, decode=auto(compile_after=99)) as handle:
-        generated(model, *CALL)
-        before = model.forward
-        model.forward = lambda *given, **more: calls.append(1) or before(*given, **more)
-        assert torch.equal(generated(model, *CALL), want) and len(calls) == CALL[2]
-        assert (handle.took.cache, handle.took.decode) == (
-            "hf",
-            "hf",
-        ) and "forward was replaced" in handle.took.why
-        model.forward = before
-        assert torch.equal(generated(model, *CALL), want) and handle.took == Took(
-            "paged", "breakable"
-        )
+    with first() as pair:
+        pair.same(*CALL)
+        calls, before = [], pair.model.forward
+        pair.model.forward = lambda *given, **more: calls.append(1) or before(*given, **more)
+        took = pair.same(*CALL)
+        assert len(calls) == CALL[2] and (took.cache, took.decode) == ("hf", "hf")
+        assert "forward was replaced" in took.why
+        pair.model.forward = before
+        assert pair.same(*CALL) == CAPTURED
 
 
 def test_what_no_pages_or_graphs_had_a_part_in():
@@ -273,8 +267,7 @@ def test_another_default_device():
 def test_graphs_that_cannot_be_made(monkeypatch):
     """Compiled ones leave breakable ones; without any, the call ends without graphs, and the next
     one is stock."""
-    model, broken = tiny.model("llama"), {"piecewise"}
-    want = generated(model, *CALL)
+    broken, why = {"piecewise"}, "RuntimeError: no breakable here"
     for mode, name in (("piecewise", "PerLayer"), ("breakable", "breakable")):
         real = getattr(steps, name)
 
@@ -284,64 +277,49 @@ def test_graphs_that_cannot_be_made(monkeypatch):
             return real(*given, **more)
 
         monkeypatch.setattr(steps, name, failing)
-    with attnops.patch(model, decode=auto(compile_after=4)) as handle:
+    with beside(mode="auto", compile_after=4) as pair:
         with pytest.warns(
             NotFast, match="LlamaForCausalLM has no compiled CUDA graphs.*no piecewise here"
         ):
-            assert torch.equal(generated(model, *CALL), want)
-        assert (
-            handle.took == Took("paged", "breakable", "RuntimeError: no piecewise here")
-            and handle.plain_steps == 0
-        )
+            assert pair.same(*CALL) == Took("paged", "breakable", "RuntimeError: no piecewise here")
+        assert pair.handle.plain_steps == 0
     broken.add("breakable")
-    with attnops.patch(model, decode=auto()) as handle:
+    with beside(mode="auto", compile_after=8) as pair:
         with pytest.warns(
             NotFast, match="LlamaForCausalLM has no CUDA graphs.*no breakable here"
         ) as told:
-            assert torch.equal(generated(model, *CALL), want)
+            assert pair.same(*CALL) == Took("paged", "hf", why)
         assert [w.filename for w in told] == [generated.__code__.co_filename], (
             "the place is the caller's"
         )
-        assert (
-            handle.took == Took("paged", "hf", "RuntimeError: no breakable here")
-            and handle.plain_steps == CALL[2] - 1
-        )
-        assert torch.equal(generated(model, *CALL), want)
-        assert handle.took == Took(
-            "hf", "hf", "graphs cannot be made: RuntimeError: no breakable here"
-        )
+        assert pair.handle.plain_steps == CALL[2] - 1
+        assert pair.same(*CALL) == Took("hf", "hf", f"graphs cannot be made: {why}")
         broken.clear()
-        handle.release()
-        assert torch.equal(generated(model, *CALL), want) and handle.took == Took(
-            "paged", "breakable"
-        )
+        pair.handle.release()
+        assert pair.same(*CALL) == CAPTURED
         broken.add("breakable")
-    with (
-        attnops.patch(model, cache="paged", decode=auto(mode="breakable")),
-        pytest.raises(RuntimeError, match="no breakable"),
-    ):
-        generated(model, *CALL)
+    with beside(compile_after=8) as pair, pytest.raises(RuntimeError, match="no breakable"):
+        pair.same(*CALL)
 
 
 def test_memory_that_is_short(monkeypatch):
-    model = tiny.model("llama")
-    want = generated(model, *CALL)
     monkeypatch.setattr(
         paged,
         "pack_linears",
         lambda model: (_ for _ in ()).throw(torch.OutOfMemoryError("a test's")),
     )
-    with attnops.patch(model, decode=auto()) as handle:
+    with beside(mode="auto") as pair:
         with pytest.warns(NotFast, match="no pages.*a test's"):
-            assert torch.equal(generated(model, *CALL), want)
-        assert handle.took.cache == "hf" and "a test's" in handle.took.why
+            took = pair.same(*CALL)
+        assert took.cache == "hf" and "a test's" in took.why
 
 
 def test_idle_pages_are_bounded(monkeypatch):
     """By their bytes, and after an error for which memory was short none is left."""
-    model, bound = tiny.model("llama"), [float("inf")]
+    bound = [float("inf")]
     monkeypatch.setattr(pool, "most_idle_bytes", lambda device: bound[0])
-    with attnops.patch(model, decode=auto(compile_after=99)) as handle:
+    with first() as pair:
+        model, handle = pair.model, pair.handle
         generated(model, *CALL)
         held = handle._paged.pool.idle_bytes
         assert held > 0
@@ -358,7 +336,7 @@ def test_idle_pages_are_bounded(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             generated(model, 20, 9, 4, logits_processor=[short])
         assert handle._paged.pool.idle_bytes <= 0
-        assert torch.equal(generated(model, *CALL), generated(tiny.model("llama"), *CALL))
+        pair.same(*CALL)
 
 
 def test_options_narrow_and_force():
@@ -367,8 +345,8 @@ def test_options_narrow_and_force():
         ({"cache": "hf"}, Took("hf", "hf")),
         ({"decode": "hf"}, Took("hf", "hf")),
         ({"cache": "paged"}, Took("paged", "hf")),
-        ({"cache": "paged", "decode": auto()}, Took("paged", "breakable")),
-        ({"decode": auto(mode="breakable")}, Took("paged", "breakable")),
+        ({"cache": "paged", "decode": auto()}, CAPTURED),
+        ({"decode": auto(mode="breakable")}, CAPTURED),
         ({"cache": "hf", "decode": auto()}, Took("hf", "hf")),
     ):
         with attnops.patch(model, **given) as handle:
@@ -411,11 +389,8 @@ def test_memory_is_given_back(way, mode):
 def test_each_kind_of_step_begins_without_a_compiler():
     """One row and several share no compiled code, nor do policies: a change costs a capture, and
     compilation comes after as many steps."""
-    model = tiny.model("llama")
-    one, four = (1, 9, 6), (4, 9, 6)
-    want = {call: generated(model, *call) for call in (one, four)}
-    with attnops.patch(model, decode=auto()) as handle:
-        modes = []
+    one, four, modes = (1, 9, 6), (4, 9, 6), []
+    with beside(mode="auto", compile_after=8) as pair:
         for call in (
             four,
             four,
@@ -426,24 +401,18 @@ def test_each_kind_of_step_begins_without_a_compiler():
             one,
             four,
         ):  # five steps each, all over the pages of four rows
-            assert torch.equal(generated(model, *call), want[call])
-            modes.append(handle.took.decode[0])
-            told = str(handle.report())
+            modes.append(pair.same(*call).decode[0])
+            told = str(pair.handle.report())
             if len(modes) == 1:
                 assert "steps of more rows run without a compiler, 5 so far; they are" in told
                 assert "compiled after 8, or by capture()" in told and "one row" not in told
         assert "".join(modes) == "bppbpppp"
         assert "steps of more rows are compiled" in told and "steps of one row are compiled" in told
-        kept = handle._paged.decoder()._kept.over
+        kept = pair.decoder._kept.over
         with attnops.use(deterministic=True):
-            assert (
-                torch.equal(generated(model, *four), want[four])
-                and handle.took.decode == "breakable"
-            )
-        assert (
-            torch.equal(generated(model, *four), want[four]) and handle.took.decode == "piecewise"
-        )
-        assert handle._paged.decoder()._kept.over is kept, "the graphs from before are replayed"
+            assert pair.same(*four).decode == "breakable"
+        assert pair.same(*four).decode == "piecewise"
+        assert pair.decoder._kept.over is kept, "the graphs from before are replayed"
         assert {mode for _, mode in kept} == {"piecewise"}, (
             "breakable ones are freed when no kind of step needs them"
         )
@@ -464,7 +433,7 @@ def test_steps_of_many_states_in_turn_are_compiled(monkeypatch):
 @pytest.mark.usefixtures("own_prompts")
 def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
     """Steps of several rows, and those of another policy, have graphs all the same."""
-    model, why = tiny.model("llama"), "RuntimeError: no graph of one row"
+    why = "RuntimeError: no graph of one row"
     real, in_layers = steps.breakable, steps.layered
 
     def failing(step):
@@ -481,42 +450,16 @@ def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
     )
     monkeypatch.setattr(steps, "layered", lambda *given: failing(in_layers(*given)))
     one, two = (1, 9, 3), (2, 9, 3)
-    want = {call: generated(model, *call) for call in (one, two)}
-    with attnops.patch(model, decode=auto()) as handle:
-        for call, took in (
-            (one, Took("paged", "hf", why)),
-            (two, Took("paged", "breakable")),
-            (one, Took("hf", "hf", f"graphs cannot be made: {why}")),
-            (two, Took("paged", "breakable")),
-        ):
-            with (
-                nullcontext()
-                if call == two or handle.took
-                else pytest.warns(NotFast, match="no graph of one row")
-            ):
-                assert torch.equal(generated(model, *call), want[call])
-            assert handle.took == took
+    with beside(mode="auto", compile_after=8) as pair:
+        with pytest.warns(NotFast, match="no graph of one row"):
+            assert pair.same(*one) == Took("paged", "hf", why)
+        assert pair.same(*two) == CAPTURED
+        assert pair.same(*one) == Took("hf", "hf", f"graphs cannot be made: {why}")
+        assert pair.same(*two) == CAPTURED
         assert (
             f"decode steps of one row have no breakable graphs until release(): {why}"
-            in handle.report().notes
+            in pair.handle.report().notes
         )
         with attnops.use(deny=("flex",)):
-            assert torch.equal(generated(model, *one), want[one]) and handle.took == Took(
-                "paged", "breakable"
-            )
-        assert handle.plain_steps == one[2] - 1
-
-
-def test_copies_choose_by_themselves():
-    model = tiny.model("llama")
-    want = generated(model, *CALL)
-    with attnops.patch(model, decode=auto()) as handle:
-        generated(model, *CALL)
-        twin = copy.deepcopy(model)
-        assert torch.equal(generated(twin, *CALL), want)
-        assert vars(twin)["_attnops"].took == Took("paged", "breakable") and handle.took == Took(
-            "paged", "breakable"
-        )
-    with attnops.patch(model):
-        again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(generated(again, *CALL), want)
+            assert pair.same(*one) == CAPTURED
+        assert pair.handle.plain_steps == one[2] - 1

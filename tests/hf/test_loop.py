@@ -323,9 +323,9 @@ def test_steps_without_graphs_in_the_middle(model, fresh, monkeypatch):
     assert handle.took.loop == "" and handle.plain_steps > 0
 
 
-def test_a_generate_within_generate(model, shared):
+def test_a_generate_within_generate(model, fresh):
     """Each has buffers of its own, and one of two equal tails is kept."""
-    ours, handle = shared
+    ours, handle = fresh
     inner, reasons, other = [], [], {"attention_mask": torch.ones(2, 9, dtype=torch.int64)}
 
     class Nested(Streamer):

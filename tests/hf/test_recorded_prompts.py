@@ -1,7 +1,6 @@
 """Prompts of mode "auto" before capture(): recorded layers in graphs from the second of a size on,
 and no compiler."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from attnops.hf.cache.names import named
 from attnops.hf.models import methods
 from attnops.hf.steps import graphed_steps, model_state, prompt
 from tests.graphs.standin import StandIn
-from tests.hf.decoding import Failing, beside, generated, logits
+from tests.hf.decoding import Failing, first, generated, logits
 from tests.hf.helpers import relative, tokens
 
 SIZES = (32, 64)
@@ -35,15 +34,13 @@ def bounds(monkeypatch):
     monkeypatch.setattr(Regions, "_traced", compiles)
 
 
-@contextmanager
-def first(model="llama", **more):
-    with beside(model, "auto", **{"compile_after": 99, **more}) as pair:
-        yield pair
-
-
 def ways(pair, calls):
     """How each prompt ran, the tokens being the twin's."""
     return [pair.same(*call).prompt for call in calls]
+
+
+def second_is_captured(pair):
+    assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
 
 
 @pytest.mark.sweep(2)
@@ -71,9 +68,9 @@ def test_prompts_that_are_not_captured_run_the_layers_of_the_model():
 
 def test_one_graph_of_a_size_serves_other_weights_after_a_change():
     with first() as pair:
-        assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
+        second_is_captured(pair)
         pair.change(lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU()))
-        assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
+        second_is_captured(pair)
 
 
 def test_a_captured_prompt_walks_the_model_once_and_reads_its_mask_once(monkeypatch):
@@ -88,7 +85,7 @@ def test_a_captured_prompt_walks_the_model_once_and_reads_its_mask_once(monkeypa
         return to(x, *args, **more)
 
     with first() as pair:
-        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+        second_is_captured(pair)
         monkeypatch.setattr(page_model, "walk", walked)
         for module, name in ((graphed_steps, "walk"), (model_state, "modules_in")):
             monkeypatch.delattr(module, name)
@@ -104,7 +101,7 @@ def test_a_mask_that_a_hook_changes_is_read_again():
         given["attention_mask"][1, 6] = 0
 
     with first() as pair:
-        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+        second_is_captured(pair)
         changes = pair.model.register_forward_pre_hook(spoil, with_kwargs=True)
         with changes, pytest.raises(InvalidInput, match="zeros on the left"):
             generated(pair.model, 2, 14, 1)
@@ -194,7 +191,7 @@ def test_an_error_of_a_first_run_is_left_to_the_model(monkeypatch, error):
 
     monkeypatch.setattr(Program, "run", run)
     with first() as pair:
-        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+        second_is_captured(pair)
         fails[0] = True
         assert ways(pair, [(3, 20, 1)] * 3) == [""] * 3
         assert "a test's" in str(pair.handle.report())
@@ -207,7 +204,7 @@ def test_a_failure_is_of_one_state():
             for _ in range(3):
                 generated(pair.model, 2, 14, 1)
             assert "autocast" in pair.decoder.prompts.why
-        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+        second_is_captured(pair)
 
 
 def test_a_budget_without_room():
@@ -225,13 +222,18 @@ class Numbered(LlamaMLP):
 
 
 def test_layers_that_cannot_be_recorded():
-    """The model runs its prompts. The reason stands in the report."""
+    """The model runs its prompts, and steps are captured as they are. The reason stands in the
+    report."""
     model = tiny.model("llama")
     for number, layer in enumerate(model.model.layers):
         layer.mlp.layer_idx, layer.mlp.__class__ = number, Numbered
     with first(model) as pair:
         assert ways(pair, [(2, 14, 2)] * 3) == [""] * 3
         assert "LlamaDecoderLayer cannot be recorded" in str(pair.handle.report())
+        assert str(pair.took) == "cache=paged, decode=breakable"
+        found = pair.handle.graphs.report()
+        assert "LlamaDecoderLayer cannot be recorded" in found.not_recorded and not found.recorded
+        assert "runs as it is: LlamaDecoderLayer" in str(found)
 
 
 @pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
@@ -253,7 +255,7 @@ def test_compiled_layers_take_over_after_capture(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(prompt, "CAPTURED", SIZES)
     with first() as pair:
-        assert ways(pair, [(2, 14, 2)] * 2) == ["", "captured"]
+        second_is_captured(pair)
         held = {mode for _, mode in pair.decoder._kept.over if "prompt" in mode}
         assert held == {"prompt, recorded"}
         pair.handle.capture(pair.handle.new_cache(2, 24))
@@ -265,9 +267,9 @@ def test_compiled_layers_take_over_after_capture(monkeypatch):
 
 def test_release_gives_graphs_back_and_forgets_why():
     with first() as pair:
-        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+        second_is_captured(pair)
         pair.decoder.prompts.failures.note(pair.decoder.prompts.graphs, NotRegional("no reason"))
         assert pair.same(2, 14, 1).prompt == ""
         pair.handle.release()
         assert pair.decoder.captures.nbytes == 0
-        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+        second_is_captured(pair)
