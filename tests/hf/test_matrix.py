@@ -141,7 +141,9 @@ def test_families(name, tier):
         assert "forward" not in vars(model) or "cache" in TIERS[tier](), "the first call chooses"
         for number, call in enumerate(calls_of(name, tier)):
             ids, given = asked(*call)
-            given |= KINDS[number % 3] | {"seed": number}
+            # Sampled texts end early, and so many steps in all are compiled.
+            kinds = KINDS[:2] if tier == "auto" else KINDS
+            given |= kinds[number % len(kinds)] | {"seed": number}
             assert outcome(model, ids, **given) == outcome(twin, ids, **given), call
             took.append(handle.took)
         assert steady(model, twin, handle) and "captured anew" not in str(handle.report())
