@@ -19,8 +19,8 @@ from attnops.hf import Decode, batching_config, tiny
 from attnops.hf.attention.batched import FILLS
 from attnops.hf.cache import idle_pages as pool
 from attnops.hf.cache.names import named
+from tests.hf.decoding import ENDS, OPTIONS, Streamer
 from tests.hf.helpers import relative, static
-from tests.hf.test_loop import ENDS, OPTIONS, Streamer
 from tests.lowering.models import compiled_code, kernel_calls
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3")

@@ -3,7 +3,9 @@ patched model beside its twin."""
 
 import copy
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -11,19 +13,72 @@ import attnops
 from attnops.hf import Decode, tiny
 from attnops.hf.steps import prompt
 from tests.graphs.standin import StandIn
-from tests.hf.helpers import LIMIT, paged, relative
+from tests.hf.helpers import near, paged
 
 CALL = (2, 9, 4)
 """Rows, length of the prompt, new tokens."""
+
+
+SAMPLED = {"do_sample": True}
+ENDS = [*range(3, 128, 4)]
+"""So many tokens end a row that rows end at different steps."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": SAMPLED,
+    "temperature": {**SAMPLED, "temperature": 0.6},
+    "top_k": {**SAMPLED, "top_k": 5},
+    "top_p": {**SAMPLED, "top_k": 0, "top_p": 0.7},
+    "min_p": {**SAMPLED, "min_p": 0.1, "temperature": 1.7},
+    "penalty": {"repetition_penalty": 1.5},
+    "least": {**SAMPLED, "min_new_tokens": 3, "top_p": 0.9, "eos_token_id": ENDS},
+    "all": {
+        **SAMPLED,
+        "temperature": 1.3,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 0.8,
+    },
+}
+
+
+class Streamer:
+    """What was put, `None` at the end. stop: the number of the put that raises."""
+
+    def __init__(self, stop=None):
+        self.got, self.stop = [], stop
+
+    def put(self, tokens):
+        if len(self.got) == self.stop:
+            raise KeyError("the streamer's own")
+        self.got.append(tokens.tolist())
+
+    def end(self):
+        self.got.append(None)
 
 
 def how(mode="breakable", **more):
     return Decode(mode, **{"inner": "eager", "graphs": StandIn(), **more})
 
 
-def auto(**more):
+def auto(mode="auto", **more):
     """As on a GPU without options."""
-    return how("auto", **{"compile_after": 8, **more})
+    return how(mode, **{"compile_after": 8, **more})
+
+
+TIERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "default": dict,
+    "dense": lambda: {"mask": "dense"},
+    "compact": lambda: {"mask": "compact"},
+    "pages": lambda: {"cache": "paged"},
+    "breakable": lambda: {"cache": "paged", "decode": how()},
+    "piecewise": lambda: {"cache": "paged", "decode": how("piecewise", compile_after=0)},
+    "recorded": lambda: {"decode": auto(compile_after=99)},
+    "auto": lambda: {"decode": auto()},
+}
+"""Options of `patch`. The first three have transformers' own caches on a CPU. recorded, auto: as on
+a GPU without options, the second compiled after eight steps."""
 
 
 def graphed(model, mode="breakable", **more):
@@ -96,7 +151,7 @@ class Beside:
     def near(self, *call):
         """The logits of a call are the twin's, which are returned."""
         want = logits(self.twin, *call)
-        assert relative(logits(self.model, *call), want) < LIMIT
+        near(logits(self.model, *call), want)
         return want
 
     def change(self, change):
@@ -123,6 +178,11 @@ def beside(model="llama", mode="breakable", twin=None, kernel=None, **more):
     cache = "auto" if mode == "auto" else "paged"
     with attnops.patch(model, cache=cache, kernel=kernel, decode=how(mode, **more)) as handle:
         yield Beside(model, twin, handle)
+
+
+def first(model="llama", **more):
+    """As `beside`, with steps that are not compiled soon."""
+    return beside(model, "auto", **{"compile_after": 99, **more})
 
 
 class Failing(StandIn):

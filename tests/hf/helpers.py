@@ -236,6 +236,11 @@ def eager_tokens(name):
     return generated(tiny.model(name))
 
 
+def gives_eagers_tokens(model, name, **more):
+    """more: beside the arguments of `eager_tokens`."""
+    assert torch.equal(generated(model, **more), eager_tokens(name))
+
+
 @functools.cache
 def eager_logits(name):
     return logits(tiny.model(name), "dynamic", tokens(), left_padded())

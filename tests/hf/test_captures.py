@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as of_modules
 from torch.overrides import TorchFunctionMode
 
-from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
+from attnops.core.errors import InvalidInput, NotCapturable, NotFast
 from attnops.graphs.per_layer import twin, write_back
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
@@ -29,7 +29,7 @@ from tests.hf.decoding import (
     prompts_in_graphs,
     replays,
 )
-from tests.hf.helpers import DECODERS, LIMIT, relative
+from tests.hf.helpers import LIMIT, near, relative
 
 CALL = (2, 14, 3)
 COMPILE_AFTER = {"auto": 6, "breakable": 0, "piecewise": 0}
@@ -162,49 +162,6 @@ def test_flags_of_torch(flag):
             FLAGS[flag](False)
         # Of the step, and of the choice of a token. The graphs from before are there still.
         assert counts == [2, 4, 4]
-
-
-WITHOUT = (
-    "kimi_linear",
-    "qwen3_next",
-    "qwen3_5",
-    "lfm2",
-    "doge",
-    "llama4",
-    "longcat_flash",
-    "gpt2",
-    "opt",
-)
-"""Families whose steps have no graphs: their layers have states that move, pages do not serve them,
-or their code waits for the device."""
-
-STEADY = [
-    *((name, mode) for name in (*DECODERS, "llava") for mode in ("auto", "breakable")),
-    *(pytest.param(name, "piecewise", marks=pytest.mark.full) for name in ("llama", "gpt_oss")),
-]
-
-
-@pytest.mark.sweep(5)
-@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
-@pytest.mark.parametrize(("name", "mode"), STEADY)
-def test_a_model_that_does_not_change_is_captured_once(name, mode):
-    model = tiny.model(name)
-    ids, given = asked(1, 6, 3)
-    if mode != "auto" and name in WITHOUT:
-        with pytest.raises((PatchError, NotCapturable)), both(mode, model):
-            model.generate(ids, **given)
-        return
-    with beside(model, mode, model, compile_after=99 if mode == "auto" else 0) as pair:
-        made, handle = [], pair.handle
-        for call in range(6):
-            model.generate(ids, **{**given, "do_sample": call % 2 == 1})
-            made.append(captures(handle))
-        assert made[1:] == made[1:2] * 5, "a call of each kind captures"
-        # Without graphs there is a reason.
-        assert (handle.took.decode == "hf") is (handle.took.why != "") is (name in WITHOUT), (
-            handle.took
-        )
-        assert "captured anew" not in str(handle.report())
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -351,7 +308,7 @@ def test_what_cannot_be_compared_is_not_captured():
         del mlp.numbers
         pair.same(*CALL)
         assert replays(handle) == CALL[2] - 1
-        assert relative(handle.step(ids[:, :1], filled()), step) < LIMIT
+        near(handle.step(ids[:, :1], filled()), step)
 
 
 # Hooks and modes ----------------------------------------------------------------------------------
@@ -398,10 +355,10 @@ def test_a_step_by_hand_runs_the_hooks_of_the_model():
             model.register_forward_pre_hook(lambda *_: None),
             model.register_forward_hook(_doubled),
         ):
-            assert relative(steps(handle), 2 * want) < LIMIT
+            near(steps(handle), 2 * want)
         with of_modules.register_module_forward_hook(_doubled_of_models):
-            assert relative(steps(handle), 2 * want) < LIMIT
-        assert relative(steps(handle), want) < LIMIT
+            near(steps(handle), 2 * want)
+        near(steps(handle), want)
 
 
 def _doubled_of_models(module, given, out):

@@ -12,7 +12,7 @@ from torch.nn.modules import module as of_modules
 
 from tests.hf import steered
 from tests.hf.decoding import captures, logits
-from tests.hf.helpers import LIMIT, relative
+from tests.hf.helpers import LIMIT, near, relative
 from tests.hf.steered import Steered, mlp_of
 from tests.hf.test_captures import CALL, Doubled, both, short
 
@@ -157,7 +157,7 @@ def test_random_changes(mode, seed, monkeypatch):
     model, twin = models = steered.twins()
     drawn, done = Drawn(seed, models, monkeypatch), []
     with contextlib.closing(drawn), both(mode, model, twin) as pair:
-        assert relative(outcome(model), outcome(twin)) < LIMIT
+        near(outcome(model), outcome(twin))
         for _ in range(COUNTS[mode]):
             what, around = drawn.change()
             done.append(what)

@@ -28,6 +28,7 @@ from tests.hf.helpers import (
     near,
     tokens,
 )
+from tests.hf.test_parity import CALLED, INPUTS
 
 # The caches and masks of the others are llama's, gemma3's, or deepseek_v3's.
 KINDS = ("llama", "mistral", "gemma3", "deepseek_v3", "qwen3_next", "gpt2")
@@ -59,16 +60,38 @@ def attending(counter):
     ]
 
 
-@pytest.mark.sweep(24)
-@pytest.mark.parametrize("name", FAMILIES)
+def skip_unless_it_compiles_as_it_is(model, inputs):
+    """Dynamo of torch 2.11 has no copy.deepcopy of a config, and counts llava's masked_scatter
+    wrong: a patch mends neither."""
+    try:
+        torch.compile(model, fullgraph=True, backend="eager")(**inputs)
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.InternalTorchDynamoError) as error:
+        pytest.skip(
+            f"torch {torch.__version__} cannot compile the model before it is patched: "
+            f"{str(error).splitlines()[0]}"
+        )
+    torch._dynamo.reset()
+
+
+@pytest.mark.sweep(17)
+@pytest.mark.parametrize("name", [*FAMILIES, *INPUTS])
 def test_one_graph(name):
-    """A whole padded prefill, masks included, is one graph that calls the op once a layer."""
-    model, ids, mask = tiny.model(name), tokens(), left_padded()
-    want = logits(model, None, ids, mask)
+    """A whole prefill, masks included, is one graph that calls the op once a layer. Of decoders it
+    is padded."""
+    model, ids, mask, counter = tiny.model(name), tokens(), left_padded(), Counter()
+
+    @torch.no_grad()
+    def called(model):
+        return model(**INPUTS[name]).logits if name in INPUTS else logits(model, None, ids, mask)
+
+    want = called(model)
+    if name in INPUTS and torch.__version__ < "2.12":
+        skip_unless_it_compiles_as_it_is(model, INPUTS[name])
     handle = attnops.patch(model)
-    counter = Counter()
-    ours = logits(torch.compile(model, fullgraph=True, backend=counter), None, ids, mask)
-    assert len(counter) == 1 and len(attending(counter)) == len(handle.report().patched)
+    ours = called(torch.compile(model, fullgraph=True, backend=counter))
+    least = CALLED.get(name, len(handle.report().patched))
+    assert len(counter) == 1 and len(attending(counter)) >= least
+    assert name in INPUTS or len(attending(counter)) == least
     near(ours, want)
 
 

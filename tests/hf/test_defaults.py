@@ -4,10 +4,8 @@ transformers' own way with a reason elsewhere."""
 import copy
 import functools
 import gc
-import pickle
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,34 +14,15 @@ from transformers import DynamicCache
 import attnops
 from attnops.core.errors import NotFast, PatchError
 from attnops.core.select import active_policy
-from attnops.hf import Decode, Took, page_model as paged, tiny
+from attnops.hf import Took, page_model as paged, tiny
 from attnops.hf.cache import idle_pages as pool
-from attnops.hf.cache.names import NAME, argument, cache_in, cache_of, named
+from attnops.hf.cache.names import NAME, cache_of, named
 from attnops.hf.steps import captures as states, graphed_steps as steps
-from tests.graphs.standin import StandIn
-from tests.hf.decoding import asked, generated
+from tests.hf.decoding import asked, auto, beside, first, generated
 from tests.hf.helpers import LIMIT, relative
 
-FAMILIES = (
-    "llama",
-    "qwen3",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "gpt_oss",
-    "deepseek_v3",
-    "qwen3_moe",
-    "olmo2",
-    "glm4",
-    "starcoder2",
-)
 CALL = (2, 9, 6)
-
-
-def auto(**more):
-    """As on a GPU, with the stand-in for its graphs."""
-    return Decode(**{"inner": "eager", "graphs": StandIn(), "compile_after": 8, **more})
+CAPTURED = Took("paged", "breakable")
 
 
 def test_on_a_cpu_nothing_but_attention_changes():
@@ -62,32 +41,6 @@ def test_on_a_cpu_nothing_but_attention_changes():
         ):
             with pytest.raises(PatchError, match="the model is on cpu"):
                 use()
-
-
-@pytest.mark.sweep(12)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_tokens(name):
-    """Batches of 1 to 4 rows with padding on the left, in breakable and then in compiled steps,
-    whose number is fixed."""
-    model = tiny.model(name)
-    calls = ((1, 9, 4), (3, 14, 6), (4, 9, 5), *(((2, 20, 4),) if name == "llama" else ()))
-    want = [generated(model, *call) for call in calls]
-    with attnops.patch(model, decode=auto()) as handle:
-        assert "forward" not in vars(model), "pages are taken by the first generate()"
-        modes = []
-        for call, tokens in zip(calls, want, strict=True):
-            assert torch.equal(generated(model, *call), tokens), call
-            modes.append(replace(handle.took, loop=""))
-            # Phi3 prepares its inputs by code of its own.
-            assert (handle.took.loop == "") is (name != "phi3"), handle.took
-        assert modes == [
-            *[Took("paged", "breakable")] * 2,
-            *[Took("paged", "piecewise")] * (len(calls) - 2),
-        ]
-        assert handle.plain_steps == 0 and "CUDA graphs" in str(handle.report())
-    assert "forward" not in vars(model) and torch.equal(
-        generated(model, *CALL), generated(tiny.model(name), *CALL)
-    )
 
 
 def spoilt(**more):
@@ -119,16 +72,6 @@ def of_two_dtypes(model):
     return asked(*CALL)
 
 
-def by_own_loop(model, input_ids, generation_config, **given):
-    cache = cache_in(given)
-    cache.batch_repeat_interleave(1)
-    for _ in range(generation_config.max_new_tokens):
-        seen = cache.get_seq_length()
-        logits = model(input_ids[:, seen:], **argument(model, cache)).logits
-        input_ids = torch.cat([input_ids, logits[:, -1:].argmax(-1)], 1)
-    return input_ids
-
-
 def in_training(model):
     model.train()
     return asked(*CALL)
@@ -156,23 +99,10 @@ def dropping(part):
 
 REASONS = {
     "the caller passed a cache": lambda model: spoilt(**named(DynamicCache(config=model.config))),
-    "use_cache is False": lambda model: spoilt(use_cache=False),
-    "the generation config asks for the cache 'static'": lambda model: spoilt(
-        cache_implementation="static"
-    ),
-    "beam search": lambda model: spoilt(num_beams=2),
-    "output_hidden_states=True": lambda model: spoilt(
-        output_hidden_states=True, return_dict_in_generate=True
-    ),
     "the model is in training mode": in_training,
     "dropout is on in LlamaAttention": dropping("self_attn"),
     "dropout is on in Dropout": dropping("mlp"),
-    "steps of several tokens": lambda model: (
-        asked(1, 9, 6)[0],
-        {"max_new_tokens": 6, "do_sample": False, "prompt_lookup_num_tokens": 3},
-    ),
     "the attention_mask has zeros": lambda model: holes(),
-    "custom_generate": lambda model: spoilt(custom_generate=by_own_loop),
     "want one dtype and one device": of_two_dtypes,
     "positions of its own": preparing,
 }
@@ -190,10 +120,7 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
         ids, given = REASONS[why](model)
     recwarn.clear()
     with attnops.patch(model, decode=auto()) as handle:
-        got = model.generate(ids, **given)
-        assert torch.equal(
-            *(x if isinstance(x, torch.Tensor) else x.sequences for x in (got, want))
-        )
+        assert torch.equal(model.generate(ids, **given), want)
         assert handle.took.cache == handle.took.decode == "hf" and why in handle.took.why
         assert not given["do_sample"] or torch.equal(torch.get_rng_state(), drawn), (
             "as many random numbers as without attnops"
@@ -204,7 +131,7 @@ def test_calls_that_run_as_stock_say_why(why, recwarn):
         model.eval()
         if chosen and why != "positions of its own":  # which is the model's, and stays
             generated(model, *CALL)
-            assert handle.took == Took("paged", "breakable")
+            assert handle.took == CAPTURED
 
 
 @pytest.mark.sweep(3)
@@ -252,21 +179,15 @@ def test_models_that_run_as_stock_say_why(name, spoil, why, chosen):
 
 @pytest.mark.usefixtures("own_prompts")
 def test_a_forward_that_is_replaced_after_the_first_call():
-    model, calls = tiny.model("llama"), []
-    want = generated(model, *CALL)
-    with attnops.patch(model, decode=auto(compile_after=99)) as handle:
-        generated(model, *CALL)
-        before = model.forward
-        model.forward = lambda *given, **more: calls.append(1) or before(*given, **more)
-        assert torch.equal(generated(model, *CALL), want) and len(calls) == CALL[2]
-        assert (handle.took.cache, handle.took.decode) == (
-            "hf",
-            "hf",
-        ) and "forward was replaced" in handle.took.why
-        model.forward = before
-        assert torch.equal(generated(model, *CALL), want) and handle.took == Took(
-            "paged", "breakable"
-        )
+    with first() as pair:
+        pair.same(*CALL)
+        calls, before = [], pair.model.forward
+        pair.model.forward = lambda *given, **more: calls.append(1) or before(*given, **more)
+        took = pair.same(*CALL)
+        assert len(calls) == CALL[2] and (took.cache, took.decode) == ("hf", "hf")
+        assert "forward was replaced" in took.why
+        pair.model.forward = before
+        assert pair.same(*CALL) == CAPTURED
 
 
 def test_what_no_pages_or_graphs_had_a_part_in():
@@ -346,8 +267,7 @@ def test_another_default_device():
 def test_graphs_that_cannot_be_made(monkeypatch):
     """Compiled ones leave breakable ones; without any, the call ends without graphs, and the next
     one is stock."""
-    model, broken = tiny.model("llama"), {"piecewise"}
-    want = generated(model, *CALL)
+    broken, why = {"piecewise"}, "RuntimeError: no breakable here"
     for mode, name in (("piecewise", "PerLayer"), ("breakable", "breakable")):
         real = getattr(steps, name)
 
@@ -357,64 +277,49 @@ def test_graphs_that_cannot_be_made(monkeypatch):
             return real(*given, **more)
 
         monkeypatch.setattr(steps, name, failing)
-    with attnops.patch(model, decode=auto(compile_after=4)) as handle:
+    with beside(mode="auto", compile_after=4) as pair:
         with pytest.warns(
             NotFast, match="LlamaForCausalLM has no compiled CUDA graphs.*no piecewise here"
         ):
-            assert torch.equal(generated(model, *CALL), want)
-        assert (
-            handle.took == Took("paged", "breakable", "RuntimeError: no piecewise here")
-            and handle.plain_steps == 0
-        )
+            assert pair.same(*CALL) == Took("paged", "breakable", "RuntimeError: no piecewise here")
+        assert pair.handle.plain_steps == 0
     broken.add("breakable")
-    with attnops.patch(model, decode=auto()) as handle:
+    with beside(mode="auto", compile_after=8) as pair:
         with pytest.warns(
             NotFast, match="LlamaForCausalLM has no CUDA graphs.*no breakable here"
         ) as told:
-            assert torch.equal(generated(model, *CALL), want)
+            assert pair.same(*CALL) == Took("paged", "hf", why)
         assert [w.filename for w in told] == [generated.__code__.co_filename], (
             "the place is the caller's"
         )
-        assert (
-            handle.took == Took("paged", "hf", "RuntimeError: no breakable here")
-            and handle.plain_steps == CALL[2] - 1
-        )
-        assert torch.equal(generated(model, *CALL), want)
-        assert handle.took == Took(
-            "hf", "hf", "graphs cannot be made: RuntimeError: no breakable here"
-        )
+        assert pair.handle.plain_steps == CALL[2] - 1
+        assert pair.same(*CALL) == Took("hf", "hf", f"graphs cannot be made: {why}")
         broken.clear()
-        handle.release()
-        assert torch.equal(generated(model, *CALL), want) and handle.took == Took(
-            "paged", "breakable"
-        )
+        pair.handle.release()
+        assert pair.same(*CALL) == CAPTURED
         broken.add("breakable")
-    with (
-        attnops.patch(model, cache="paged", decode=auto(mode="breakable")),
-        pytest.raises(RuntimeError, match="no breakable"),
-    ):
-        generated(model, *CALL)
+    with beside(compile_after=8) as pair, pytest.raises(RuntimeError, match="no breakable"):
+        pair.same(*CALL)
 
 
 def test_memory_that_is_short(monkeypatch):
-    model = tiny.model("llama")
-    want = generated(model, *CALL)
     monkeypatch.setattr(
         paged,
         "pack_linears",
         lambda model: (_ for _ in ()).throw(torch.OutOfMemoryError("a test's")),
     )
-    with attnops.patch(model, decode=auto()) as handle:
+    with beside(mode="auto") as pair:
         with pytest.warns(NotFast, match="no pages.*a test's"):
-            assert torch.equal(generated(model, *CALL), want)
-        assert handle.took.cache == "hf" and "a test's" in handle.took.why
+            took = pair.same(*CALL)
+        assert took.cache == "hf" and "a test's" in took.why
 
 
 def test_idle_pages_are_bounded(monkeypatch):
     """By their bytes, and after an error for which memory was short none is left."""
-    model, bound = tiny.model("llama"), [float("inf")]
+    bound = [float("inf")]
     monkeypatch.setattr(pool, "most_idle_bytes", lambda device: bound[0])
-    with attnops.patch(model, decode=auto(compile_after=99)) as handle:
+    with first() as pair:
+        model, handle = pair.model, pair.handle
         generated(model, *CALL)
         held = handle._paged.pool.idle_bytes
         assert held > 0
@@ -431,7 +336,7 @@ def test_idle_pages_are_bounded(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             generated(model, 20, 9, 4, logits_processor=[short])
         assert handle._paged.pool.idle_bytes <= 0
-        assert torch.equal(generated(model, *CALL), generated(tiny.model("llama"), *CALL))
+        pair.same(*CALL)
 
 
 def test_options_narrow_and_force():
@@ -440,8 +345,8 @@ def test_options_narrow_and_force():
         ({"cache": "hf"}, Took("hf", "hf")),
         ({"decode": "hf"}, Took("hf", "hf")),
         ({"cache": "paged"}, Took("paged", "hf")),
-        ({"cache": "paged", "decode": auto()}, Took("paged", "breakable")),
-        ({"decode": auto(mode="breakable")}, Took("paged", "breakable")),
+        ({"cache": "paged", "decode": auto()}, CAPTURED),
+        ({"decode": auto(mode="breakable")}, CAPTURED),
         ({"cache": "hf", "decode": auto()}, Took("hf", "hf")),
     ):
         with attnops.patch(model, **given) as handle:
@@ -484,11 +389,8 @@ def test_memory_is_given_back(way, mode):
 def test_each_kind_of_step_begins_without_a_compiler():
     """One row and several share no compiled code, nor do policies: a change costs a capture, and
     compilation comes after as many steps."""
-    model = tiny.model("llama")
-    one, four = (1, 9, 6), (4, 9, 6)
-    want = {call: generated(model, *call) for call in (one, four)}
-    with attnops.patch(model, decode=auto()) as handle:
-        modes = []
+    one, four, modes = (1, 9, 6), (4, 9, 6), []
+    with beside(mode="auto", compile_after=8) as pair:
         for call in (
             four,
             four,
@@ -499,24 +401,18 @@ def test_each_kind_of_step_begins_without_a_compiler():
             one,
             four,
         ):  # five steps each, all over the pages of four rows
-            assert torch.equal(generated(model, *call), want[call])
-            modes.append(handle.took.decode[0])
-            told = str(handle.report())
+            modes.append(pair.same(*call).decode[0])
+            told = str(pair.handle.report())
             if len(modes) == 1:
                 assert "steps of more rows run without a compiler, 5 so far; they are" in told
                 assert "compiled after 8, or by capture()" in told and "one row" not in told
         assert "".join(modes) == "bppbpppp"
         assert "steps of more rows are compiled" in told and "steps of one row are compiled" in told
-        kept = handle._paged.decoder()._kept.over
+        kept = pair.decoder._kept.over
         with attnops.use(deterministic=True):
-            assert (
-                torch.equal(generated(model, *four), want[four])
-                and handle.took.decode == "breakable"
-            )
-        assert (
-            torch.equal(generated(model, *four), want[four]) and handle.took.decode == "piecewise"
-        )
-        assert handle._paged.decoder()._kept.over is kept, "the graphs from before are replayed"
+            assert pair.same(*four).decode == "breakable"
+        assert pair.same(*four).decode == "piecewise"
+        assert pair.decoder._kept.over is kept, "the graphs from before are replayed"
         assert {mode for _, mode in kept} == {"piecewise"}, (
             "breakable ones are freed when no kind of step needs them"
         )
@@ -537,7 +433,7 @@ def test_steps_of_many_states_in_turn_are_compiled(monkeypatch):
 @pytest.mark.usefixtures("own_prompts")
 def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
     """Steps of several rows, and those of another policy, have graphs all the same."""
-    model, why = tiny.model("llama"), "RuntimeError: no graph of one row"
+    why = "RuntimeError: no graph of one row"
     real, in_layers = steps.breakable, steps.layered
 
     def failing(step):
@@ -554,42 +450,16 @@ def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
     )
     monkeypatch.setattr(steps, "layered", lambda *given: failing(in_layers(*given)))
     one, two = (1, 9, 3), (2, 9, 3)
-    want = {call: generated(model, *call) for call in (one, two)}
-    with attnops.patch(model, decode=auto()) as handle:
-        for call, took in (
-            (one, Took("paged", "hf", why)),
-            (two, Took("paged", "breakable")),
-            (one, Took("hf", "hf", f"graphs cannot be made: {why}")),
-            (two, Took("paged", "breakable")),
-        ):
-            with (
-                nullcontext()
-                if call == two or handle.took
-                else pytest.warns(NotFast, match="no graph of one row")
-            ):
-                assert torch.equal(generated(model, *call), want[call])
-            assert handle.took == took
+    with beside(mode="auto", compile_after=8) as pair:
+        with pytest.warns(NotFast, match="no graph of one row"):
+            assert pair.same(*one) == Took("paged", "hf", why)
+        assert pair.same(*two) == CAPTURED
+        assert pair.same(*one) == Took("hf", "hf", f"graphs cannot be made: {why}")
+        assert pair.same(*two) == CAPTURED
         assert (
             f"decode steps of one row have no breakable graphs until release(): {why}"
-            in handle.report().notes
+            in pair.handle.report().notes
         )
         with attnops.use(deny=("flex",)):
-            assert torch.equal(generated(model, *one), want[one]) and handle.took == Took(
-                "paged", "breakable"
-            )
-        assert handle.plain_steps == one[2] - 1
-
-
-def test_copies_choose_by_themselves():
-    model = tiny.model("llama")
-    want = generated(model, *CALL)
-    with attnops.patch(model, decode=auto()) as handle:
-        generated(model, *CALL)
-        twin = copy.deepcopy(model)
-        assert torch.equal(generated(twin, *CALL), want)
-        assert vars(twin)["_attnops"].took == Took("paged", "breakable") and handle.took == Took(
-            "paged", "breakable"
-        )
-    with attnops.patch(model):
-        again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(generated(again, *CALL), want)
+            assert pair.same(*one) == CAPTURED
+        assert pair.handle.plain_steps == one[2] - 1

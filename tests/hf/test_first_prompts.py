@@ -8,7 +8,7 @@ import attnops
 from attnops.hf import tiny
 from attnops.hf.attention import descriptor, over_pages
 from attnops.hf.cache.names import named
-from tests.hf.helpers import LIMIT, left_padded, paged, positions, relative, replaced, tokens
+from tests.hf.helpers import left_padded, near, paged, positions, replaced, tokens
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_bounds_are_those_of_padding(calls, monkeypatch, padded, far, name):
             assert all(name in ("paged", "dense") for name, _ in calls)
             assert name != "llama" or calls == [("paged", False)] * layers
     real = mask.bool()
-    assert relative(torch.cat(got, 1)[real], want[real]) < LIMIT
+    near(torch.cat(got, 1)[real], want[real])
 
 
 def test_a_forced_kernel_without_packed_requests_stays(calls, monkeypatch):

@@ -1,7 +1,6 @@
 """Steps of mode "auto" before anything is compiled: the layers, rewritten, without a compiler."""
 
 import copy
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,18 +10,11 @@ import attnops
 from attnops.core.errors import NotFast
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
-from tests.hf.decoding import beside, generated, logits
+from tests.hf.decoding import beside, first, generated, logits
 
 pytestmark = pytest.mark.usefixtures("own_prompts")
 
 CALLS = ((2, 9, 4), (1, 7, 3), (3, 30, 3))
-
-
-@contextmanager
-def first(model, **more):
-    """A model whose steps are not compiled soon."""
-    with beside(model, "auto", **{"compile_after": 99, **more}) as pair:
-        yield pair
 
 
 def report(pair):
@@ -75,28 +67,6 @@ def test_the_passes_find_what_they_find_in_a_trace_of_dynamo(name):
             found.append([str(product) for product in pair.decoder.products])
     assert found[0] == found[1] and len(found[0]) == 5
     assert "norm + linear" in found[0][0]
-
-
-class Numbered(LlamaMLP):
-    def forward(self, x):
-        return super().forward(x) * (1 + self.layer_idx)
-
-
-def numbered(model):
-    """The layers compute with their numbers."""
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.layer_idx = number
-        layer.mlp.__class__ = Numbered
-
-
-def test_layers_that_cannot_be_recorded_run_as_they_are():
-    model = tiny.model("llama")
-    numbered(model)
-    with first(model) as pair:
-        assert str(pair.same(2, 9, 4)) == "cache=paged, decode=breakable"
-        found = report(pair)
-        assert "LlamaDecoderLayer cannot be recorded" in found.not_recorded and not found.recorded
-        assert "runs as it is: LlamaDecoderLayer" in str(found)
 
 
 def test_modes_that_are_captured_as_they_run():
@@ -204,7 +174,7 @@ def test_layers_that_change_more_than_tensors_are_not_captured(make):
     model, calls = copy.deepcopy(twin), Calls()
     for layer in model.model.layers:
         layer.mlp.__class__, layer.mlp.calls = make, calls
-    with beside(model, "auto", twin, compile_after=99) as pair:
+    with first(model, twin=twin) as pair:
         with pytest.warns(NotFast, match="the model's own forward writes"):
             pair.same(2, 9, 4)
         before = calls.count + len(OF_ALL)

@@ -7,13 +7,13 @@ from torch import nn
 import attnops
 from attnops.hf import tiny
 from attnops.hf.steps import captures as states
-from tests.hf.decoding import CALL, asked, auto, captures, graphed, how, logits, prompts_in_graphs
-from tests.hf.helpers import LIMIT, paged, relative
+from tests.hf.decoding import CALL, TIERS, asked, captures, graphed, how, logits, prompts_in_graphs
+from tests.hf.helpers import near, paged
 
 
-@pytest.mark.parametrize("mode", ["auto", "breakable"])
+@pytest.mark.parametrize("tier", ["recorded", "breakable"])
 @pytest.mark.usefixtures("own_prompts")
-def test_three_adapters_in_turn_are_captured_once_each(mode):
+def test_three_adapters_in_turn_are_captured_once_each(tier):
     peft = pytest.importorskip("peft", reason="the package peft (extra dev) is not installed")
     options = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=4, init_lora_weights=False)
     model, names = peft.get_peft_model(tiny.model("llama"), options), ("default", "second", "third")
@@ -28,12 +28,7 @@ def test_three_adapters_in_turn_are_captured_once_each(mode):
             yield model.generate(input_ids=ids, **given)
 
     want = list(texts())
-    more = (
-        {"decode": auto(compile_after=99)}
-        if mode == "auto"
-        else {"cache": "paged", "decode": how()}
-    )
-    with attnops.patch(model, **more) as handle:
+    with attnops.patch(model, **TIERS[tier]()) as handle:
         for _ in range(4):
             assert all(map(torch.equal, texts(), want))
             # Of the step for each adapter. The choice of a token is the same for all.
@@ -78,7 +73,7 @@ def test_those_that_were_not_used_for_longest_are_freed(asked, model, monkeypatc
     with paged(model, decode=given) as handle:
         made, held = [], []
         for by in (1.0, 2.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0, 3.0):
-            assert relative(of_state(model, by), by * plain) < LIMIT
+            near(of_state(model, by), by * plain)
             made.append(len(handle.decode.graphs.graphs))
             held.append(handle._paged.decoder().captures.nbytes <= budget)
         # The third frees the first. Met again, the first frees the second, and that the first: the
@@ -96,7 +91,7 @@ def test_the_state_in_use_stays(model, monkeypatch):
     with graphed(model) as handle:
         plain = of_state(model, 1.0)
         for by in (1.0, 1.0, 2.0, 2.0):
-            assert relative(of_state(model, by), by * plain) < LIMIT
+            near(of_state(model, by), by * plain)
         assert [graph.alive for graph in handle.decode.graphs.graphs] == [False, True]
         logits(model, 1, 9, 4)
         # Of another bucket.
@@ -131,6 +126,6 @@ def test_graphs_of_prompts_count(model, monkeypatch):
         steps = sum(over.graphed.nbytes for (_, mode), over in held if "chunks" not in mode)
         assert steps < decoder.captures.nbytes
         before, bound[0] = len(graphs), decoder.captures.nbytes + steps
-        assert relative(of_state(model, 2.0), 2 * plain) < LIMIT
+        near(of_state(model, 2.0), 2 * plain)
         assert handle.took.prompt == "captured"
         assert not any(graph.alive for graph in graphs[:before])

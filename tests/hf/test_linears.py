@@ -20,7 +20,7 @@ from attnops.lowering import fuse_norm_linear_pass, merge_linears_pass
 from attnops.nn import pack_linears
 from attnops.ops.linear.record import LINEAR
 from tests.hf.decoding import generated, graphed
-from tests.hf.helpers import LIMIT, relative, static
+from tests.hf.helpers import near, static
 from tests.triton.process import interpreted
 
 SM90 = Target("cuda", 90, assume=("triton",))
@@ -140,7 +140,7 @@ def test_linears_of_a_layer(family):
         backend.code.count("torch.ops.attnops.linear.triton.run(") == backend.calls * backend.coded
         and "mm(" not in backend.code
     )
-    assert relative(got, want) < LIMIT
+    near(got, want)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])

@@ -5,7 +5,6 @@ import copy
 import functools
 import inspect
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -18,30 +17,7 @@ from attnops.hf.cache.names import cache_in, cache_of, named
 from attnops.hf.steps import decode_loop as sample, eligibility as plain
 from attnops.hf.steps.decode import Decoder
 from tests.graphs.standin import StandIn
-from tests.hf.decoding import CALL, beside, graphed
-
-SAMPLED = {"do_sample": True}
-ENDS = [*range(3, 128, 4)]
-"""So many tokens end a row that rows end at different steps."""
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": SAMPLED,
-    "temperature": {**SAMPLED, "temperature": 0.6},
-    "top_k": {**SAMPLED, "top_k": 5},
-    "top_p": {**SAMPLED, "top_k": 0, "top_p": 0.7},
-    "min_p": {**SAMPLED, "min_p": 0.1, "temperature": 1.7},
-    "penalty": {"repetition_penalty": 1.5},
-    "least": {**SAMPLED, "min_new_tokens": 3, "top_p": 0.9, "eos_token_id": ENDS},
-    "all": {
-        **SAMPLED,
-        "temperature": 1.3,
-        "top_k": 40,
-        "top_p": 0.95,
-        "min_p": 0.01,
-        "repetition_penalty": 0.8,
-    },
-}
+from tests.hf.decoding import CALL, ENDS, OPTIONS, Streamer, beside, graphed
 
 
 def asked(rows, length=9):
@@ -52,21 +28,6 @@ def asked(rows, length=9):
     for row, padding in enumerate((2, 0, 3, 1)[:rows]):
         mask[row, :padding] = 0
     return ids.masked_fill(mask == 0, 0), mask
-
-
-class Streamer:
-    """What was put, `None` at the end. stop: the number of the put that raises."""
-
-    def __init__(self, stop=None):
-        self.got, self.stop = [], stop
-
-    def put(self, tokens):
-        if len(self.got) == self.stop:
-            raise KeyError("the streamer's own")
-        self.got.append(tokens.tolist())
-
-    def end(self):
-        self.got.append(None)
 
 
 def generated(model, rows=2, **more):
@@ -107,27 +68,6 @@ def fresh(model):
         yield twin, handle
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(
-    ("name", "ends"), [*((name, True) for name in OPTIONS), ("greedy", False), ("all", False)]
-)
-def test_tokens_and_random_numbers(name, ends, model, shared):
-    ours, handle = shared
-    lengths = set()
-    for rows in (1, 2, 3, 4) if ends else (3,):
-        call = {
-            "rows": rows,
-            **OPTIONS[name],
-            **({"eos_token_id": ENDS, "pad_token_id": 1} if ends else {}),
-        }
-        want = drawn(model, **call)
-        assert drawn(ours, **call) == want
-        assert handle.took.loop == ""
-        lengths |= {len(want[0][0]), len(want[1][0])}
-    assert handle.plain_steps == 0
-    assert not ends or len(lengths) > 1, "rows end before the length does"
-
-
 def test_a_step_is_two_graphs(shared):
     ours, handle = shared
     generated(ours)
@@ -158,38 +98,11 @@ def test_without_padding(model, shared):
             assert (handle.took.loop == "") is (not loop)
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "gemma2", "llava"])
-def test_other_families(family):
-    """llava: a model of images, with a text alone."""
-    model = tiny.model(family)
-    calls = [
-        {"rows": 3, **OPTIONS["all"], "eos_token_id": ENDS},
-        {"rows": 2, "prefill_chunk_size": 4},
-    ]
-    want = [drawn(model, **call) for call in calls]
-    with graphed(model) as handle:
-        for call, tokens in zip(calls, want, strict=True):
-            assert drawn(model, **call) == tokens
-            assert handle.took.loop == "" and handle.plain_steps == 0
-
-
 def test_the_prompts_own_token_ends_all(model, shared):
     first = generated(model)[:, 9].tolist()
     for more in ({"eos_token_id": first}, {"max_new_tokens": 1}):
         want = generated(model, **more)
         assert want.shape == (2, 10) and torch.equal(generated(shared[0], **more), want)
-
-
-@pytest.mark.parametrize(
-    "more", [{}, {"eos_token_id": ENDS}, {"eos_token_id": ENDS, "rows": 1}, {"max_new_tokens": 1}]
-)
-def test_streams(more, model, shared):
-    ours, handle = shared
-    want, got = Streamer(), Streamer()
-    generated(model, streamer=want, **more)
-    generated(ours, streamer=got, **more)
-    assert got.got == want.got and got.got[-1] is None and handle.took.loop == ""
 
 
 def stock_cache(model):
@@ -279,52 +192,6 @@ def test_an_error_of_the_streamer(model, shared):
         and handle.took.loop == ""
         and handle.plain_steps == 0
     )
-
-
-def halves(input_ids, scores):
-    return scores / 2
-
-
-def ends(input_ids, scores, **_):
-    return torch.full((2,), input_ids.shape[1] >= 12)
-
-
-OTHERS = {
-    "function is code of its own": {"logits_processor": [halves]},
-    "function is code": {"stopping_criteria": [ends]},
-    "NoRepeatNGramLogitsProcessor is code": {"no_repeat_ngram_size": 2},
-    "leaves the prompt out": {
-        "logits_processor": [
-            transformers.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)
-        ]
-    },
-    "output_scores=True": {"output_scores": True, "return_dict_in_generate": True},
-    "output_logits=True": {"output_logits": True, "return_dict_in_generate": True},
-    "asks for the cache 'dynamic'": {"cache_implementation": "dynamic"},
-    "beam search": {"num_beams": 2},
-    "beam search ": {"generation_config": GenerationConfig(num_beams=2)},
-    "prompt_lookup_num_tokens=": {"prompt_lookup_num_tokens": 2, "rows": 1},
-    "custom_generate=": {"custom_generate": lambda self, input_ids, **_: input_ids},
-    "longer than the model's positions": {"max_new_tokens": 249},
-}
-
-
-@pytest.mark.filterwarnings("ignore:attnops. beam search")
-@pytest.mark.parametrize("why", OTHERS)
-def test_what_goes_to_transformers_loop(why, model, shared):
-    ours, handle = shared
-    call = OTHERS[why]
-    loop_of(handle).free()
-    found = []
-    for each in (model, ours):
-        torch.manual_seed(3)
-        if "positions" in why:
-            # Its length is a limit, and its end comes early.
-            call = {**call, "eos_token_id": ENDS, "pad_token_id": 1}
-        out = generated(each, **call)
-        found.append(getattr(out, "sequences", out))
-    assert torch.equal(*found)
-    assert why.strip() in handle.took.loop + handle.took.why and not loop_of(handle)._idle
 
 
 def given(asked, **more):
@@ -456,9 +323,9 @@ def test_steps_without_graphs_in_the_middle(model, fresh, monkeypatch):
     assert handle.took.loop == "" and handle.plain_steps > 0
 
 
-def test_a_generate_within_generate(model, shared):
+def test_a_generate_within_generate(model, fresh):
     """Each has buffers of its own, and one of two equal tails is kept."""
-    ours, handle = shared
+    ours, handle = fresh
     inner, reasons, other = [], [], {"attention_mask": torch.ones(2, 9, dtype=torch.int64)}
 
     class Nested(Streamer):

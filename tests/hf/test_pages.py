@@ -17,15 +17,15 @@ from attnops.hf.cache.names import named
 from tests.hf.helpers import (
     KEYED,
     LATENT,
-    LIMIT,
     SLIDING,
     STEPS,
     by_hand,
     eager_logits,
-    eager_tokens,
     generated,
+    gives_eagers_tokens,
     left_padded,
     logits,
+    near,
     paged,
     poisoned,
     relative,
@@ -61,7 +61,7 @@ def test_logits_of_long_texts(name):
     with paged(model) as handle:
         cache = poisoned(handle, 5, LONG)
         with attending(name) as calls:
-            assert relative(by_hand(model, cache, ids, mask, TURNS), want) < LIMIT
+            near(by_hand(model, cache, ids, mask, TURNS), want)
         pages = cache.state.pages
         windowed = sum(pages.windows[table] > 0 for table in pages.table_of)
         assert calls.beside == windowed, (
@@ -69,9 +69,7 @@ def test_logits_of_long_texts(name):
         )
         assert bool(windowed) == (name in SLIDING)
         with attending(name) as calls:
-            assert (
-                relative(logits(model, "dynamic", ids, mask, TURNS[:3]), want[: 3 * 16 - 8]) < LIMIT
-            )
+            near(logits(model, "dynamic", ids, mask, TURNS[:3]), want[: 3 * 16 - 8])
         assert not calls.later + calls.first + calls.beside
 
 
@@ -129,10 +127,7 @@ def test_however_the_text_is_cut(steps, name):
     want = logits(model, "dynamic", ids, mask, steps)
     with paged(model) as handle:
         for size in (1, 4, 16):
-            assert (
-                relative(by_hand(model, poisoned(handle, 3, end, size), ids, mask, steps), want)
-                < LIMIT
-            )
+            near(by_hand(model, poisoned(handle, 3, end, size), ids, mask, steps), want)
 
 
 @both("gpt_oss")
@@ -141,7 +136,7 @@ def test_what_is_stored(name):
     model = tiny.model(name)
     with paged(model) as handle:
         cache = poisoned(handle, 5, 60)
-        assert torch.equal(generated(model, **named(cache)), eager_tokens(name))
+        gives_eagers_tokens(model, name, **named(cache))
         stored = int((cache.get_seq_length() - cache.state.pages.pad[:3]).sum())
         for pages in (*pages_of(cache, 0), *pages_of(cache, 1)):
             assert torch.isfinite(pages).flatten(2).all(-1).sum() == stored
@@ -220,7 +215,7 @@ def test_rollback(name):
                 ((80, 80 + drafts),),
             )
             cache.crop(torch.tensor(-drafts))
-        assert relative(by_hand(model, cache, ids, mask, steps), want) < LIMIT
+        near(by_hand(model, cache, ids, mask, steps), want)
         if name == "mistral":
             with pytest.raises(
                 InvalidInput, match="window of 8 needs tokens whose pages were used again"
@@ -228,7 +223,7 @@ def test_rollback(name):
                 cache.crop(-40)
             assert int(cache.get_seq_length()) == 84, "nothing is forgotten"
         cache.crop(-84)
-        assert relative(by_hand(model, cache, ids, mask, ((0, 80), *steps))[-12:], want) < LIMIT
+        near(by_hand(model, cache, ids, mask, ((0, 80), *steps))[-12:], want)
 
 
 def test_what_crop_is_told():
@@ -293,7 +288,7 @@ def test_a_step_that_ended_in_an_error(name):
                 by_hand(model, cache, ids, longer, ((begin, begin + 1),))
             cache.crop(-1)
         ours = by_hand(model, cache, ids, mask, STEPS[1:])
-    assert relative(ours, eager_logits(name)[-len(ours) :]) < LIMIT
+    near(ours, eager_logits(name)[-len(ours) :])
 
 
 # Layers of other kinds ----------------------------------------------------------------------------
@@ -310,7 +305,7 @@ def test_layers_of_other_kinds_keep_their_own_states(name):
         cache = handle.new_cache(4, 40)
         by_hand(model, cache, tokens(1), left_padded(1), STEPS[:2])
         cache.reset()
-        assert torch.equal(generated(model, **named(cache)), eager_tokens(name))
+        gives_eagers_tokens(model, name, **named(cache))
 
 
 def test_layers_without_any_cache():

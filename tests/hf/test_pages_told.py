@@ -13,7 +13,7 @@ from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.lowering.explain import packages_of_kernels
-from tests.hf.helpers import eager_tokens, generated, paged, tokens
+from tests.hf.helpers import gives_eagers_tokens, paged, tokens
 
 
 def test_kernels_and_options():
@@ -29,7 +29,7 @@ def test_kernels_and_options():
         assert paged(model, kernel="reference") is handle
         with pytest.raises(PatchError, match="unpatch"):
             attnops.patch(model)
-        assert torch.equal(generated(model), eager_tokens("llama"))
+        gives_eagers_tokens(model, "llama")
         assert handle.new_cache(3, 20).state.pages.choice.takes.keys() == {"reference"}
     with attnops.patch(model) as handle, pytest.raises(PatchError, match="without pages"):
         handle.new_cache(3, 20)

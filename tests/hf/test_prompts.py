@@ -17,7 +17,7 @@ from attnops.hf.report import Took
 from attnops.hf.steps import decode, prompt
 from attnops.hf.steps.decode import Decoder
 from tests.hf.decoding import CALL, Failing, asked, beside, generated, prompts_in_graphs
-from tests.hf.helpers import LIMIT, left_padded, of_a_library, positions, relative, tokens
+from tests.hf.helpers import left_padded, near, of_a_library, positions, tokens
 
 CALLS = ((2, 14, 3), (2, 14, 3), (3, 20, 2))
 """Rows, length of the prompt, new tokens. The first one's steps are compiled, and its prompt is
@@ -58,7 +58,7 @@ def called(pair, cache, ids, mask=None, begin=0):
     want = pair.twin(ids, **given).logits
     if mask is not None:
         given["position_ids"] = given["position_ids"][:, begin:end]
-    assert relative(pair.model(ids[:, begin:end], **named(cache), **given).logits, want) < LIMIT
+    near(pair.model(ids[:, begin:end], **named(cache), **given).logits, want)
     return pair.decoder.prompts.took, pair.decoder.prompts.why
 
 
@@ -104,10 +104,7 @@ def test_a_weight_that_is_replaced_between_prompts(small_pages, bounds):
         for _ in range(2):
             cache.reset()
             assert called(pair, cache, ids[:, :20]) == ("captured", "")
-            assert (
-                relative(pair.handle.step(ids[:, 20:], cache), pair.twin(ids).logits[:, 20:])
-                < LIMIT
-            )
+            near(pair.handle.step(ids[:, 20:], cache), pair.twin(ids).logits[:, 20:])
             pair.change(
                 lambda model: setattr(
                     model.lm_head, "weight", nn.Parameter(model.lm_head.weight.flip(0))

@@ -13,15 +13,11 @@ from attnops.graphs.compile_pieces import Program
 from attnops.graphs.record_functions import Form
 from attnops.hf import tiny
 from attnops.hf.steps.decode import Decoder
-from tests.hf.decoding import beside, generated
+from tests.hf.decoding import first, generated
 from tests.ops.test_ahead import tell_ahead
 
 OPS = ("decode_attention", "paged_attention", "write_kv", "attention")
 STEP = ["LlamaRotaryEmbedding", "LlamaDecoderLayer", "LlamaRMSNorm", "Linear"]
-
-
-def first(model="llama", **more):
-    return beside(model, "auto", **{"compile_after": 99, **more})
 
 
 @pytest.fixture

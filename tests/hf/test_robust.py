@@ -13,7 +13,16 @@ import transformers
 import attnops
 from attnops.hf import tiny
 from tests.helpers import ready_process
-from tests.hf.helpers import copies, eager_tokens, generated, left_padded, near, tokens, watched
+from tests.hf.helpers import (
+    copies,
+    eager_tokens,
+    generated,
+    gives_eagers_tokens,
+    left_padded,
+    near,
+    tokens,
+    watched,
+)
 from tests.hf.kinds import attending
 
 DENSE: tuple[str, dict[str, Any]] = ("llama", {})
@@ -102,11 +111,11 @@ def test_offloading(name, options, order):
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert model.model.layers[0].self_attn.o_proj.weight.device.type == "meta"
     with served(name, options):
-        assert torch.equal(generated(model), eager_tokens(name))
+        gives_eagers_tokens(model, name)
     accelerate.hooks.remove_hook_from_submodules(model)
-    assert torch.equal(generated(model), eager_tokens(name))
+    gives_eagers_tokens(model, name)
     handle.unpatch()
-    assert torch.equal(generated(model), eager_tokens(name))
+    gives_eagers_tokens(model, name)
 
 
 @each
@@ -138,7 +147,7 @@ def test_copies_and_pickles(name, options):
             p.zero_()
     for other in others:
         with served(name, options):
-            assert torch.equal(generated(other), eager_tokens(name))
+            gives_eagers_tokens(other, name)
         again = attnops.patch(other, **options)
         assert again is not handle and again.model is other
         again.unpatch()
@@ -147,7 +156,7 @@ def test_copies_and_pickles(name, options):
             n for m in other.modules() for n in vars(m)
         }
         assert not other.model.layers[0].self_attn._forward_pre_hooks
-        assert torch.equal(generated(other), eager_tokens(name))
+        gives_eagers_tokens(other, name)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
@@ -220,5 +229,5 @@ def test_a_generate_of_somebody_else():
 
     model.generate = mine
     with attnops.patch(model):
-        assert torch.equal(generated(model), eager_tokens("llama"))
+        gives_eagers_tokens(model, "llama")
     assert len(used) == 1 and model.generate is mine

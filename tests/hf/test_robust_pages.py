@@ -15,13 +15,12 @@ from attnops.hf.cache.support import where
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import (
     LATENT,
-    LIMIT,
-    eager_tokens,
     generated,
+    gives_eagers_tokens,
     left_padded,
+    near,
     over_pages,
     paged,
-    relative,
     tokens,
 )
 from tests.hf.kinds import attending, both
@@ -211,7 +210,7 @@ def test_two_models_of_one_config():
     other.load_state_dict(model.state_dict())
     first, second = paged(model), paged(other)
     first.unpatch()
-    assert torch.equal(generated(other), eager_tokens("deepseek_v3"))
+    gives_eagers_tokens(other, "deepseek_v3")
     second.unpatch()
     assert model.config._attn_implementation == "eager"
 
@@ -228,7 +227,7 @@ def test_switched_to_another_implementation_while_patched(name):
                 tokens(), attention_mask=left_padded(), **named(DynamicCache(config=model.config))
             ).logits
         assert torch.isfinite(result).all()
-        assert torch.equal(generated(model), eager_tokens(name))
+        gives_eagers_tokens(model, name)
         with pytest.raises(InvalidInput, match="with attention 'sdpa'"):
             generated(model, **named(handle.new_cache(3, 40)))
 
@@ -244,7 +243,7 @@ def test_a_bare_model(name):
             ours = bare(
                 tokens(), attention_mask=mask, **named(handle.new_cache(3, 20))
             ).last_hidden_state
-    assert relative(ours[mask.bool()], want) < LIMIT
+    near(ours[mask.bool()], want)
 
 
 def test_a_model_with_images():

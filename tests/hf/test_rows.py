@@ -13,7 +13,7 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import NAME
 from attnops.hf.models.experts import SWITCH
 from attnops.nn.steady import is_steady, product, steady, unsteady
-from tests.hf.decoding import how
+from tests.hf.decoding import TIERS, how
 from tests.hf.helpers import LIMIT, relative
 
 IDS = torch.randint(2, 100, (4, 12), generator=torch.Generator().manual_seed(1), device="cpu")
@@ -23,12 +23,6 @@ ROWS = ((0,), (3,), (2, 1))
 ODD = {"llama": {"intermediate_size": 77}, "gpt2": {"n_inner": 77}}
 FAMILIES = ("llama", "gemma2", "cohere2", "gpt2", "olmo2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 DTYPES = (torch.float32, torch.bfloat16)
-
-WAYS = {
-    "eager": {},
-    "breakable": {"cache": "paged", "decode": how()},
-    "piecewise": {"cache": "paged", "decode": how("piecewise")},
-}
 
 
 def model_of(family, dtype=torch.float32):
@@ -87,7 +81,7 @@ SLOW = (("qwen3_moe", "piecewise"), ("gpt_oss", "piecewise"))
 GENERATED = [
     pytest.param(family, way, marks=[pytest.mark.full] if (family, way) in SLOW else [])
     for family in ("llama", "qwen3_moe", "gpt_oss", "deepseek_v3")
-    for way in WAYS
+    for way in ("default", "breakable", "piecewise")
 ]
 
 
@@ -96,9 +90,9 @@ GENERATED = [
 @deterministic
 def test_generate(family, way):
     model = model_of(family)
-    with attnops.patch(model, **WAYS[way]) as handle:
+    with attnops.patch(model, **TIERS[way]()) as handle:
         same_bits(model, steps, rows_of=((3,), (2, 1)))
-        assert handle.took.decode == ("hf" if way == "eager" else way)
+        assert handle.took.decode == ("hf" if way == "default" else way)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from transformers.generation import logits_process
 from attnops.hf.cache.names import named
 from attnops.hf.steps import numbers, sampler_graph as tail
 from attnops.hf.steps.captures import MOST, TRIES, Failures
-from tests.hf.decoding import Failing, in_threads
-from tests.hf.test_loop import Streamer, drawn, fresh, generated, loop_of, model
+from tests.hf.decoding import Failing, Streamer, in_threads
+from tests.hf.test_loop import drawn, fresh, generated, loop_of, model
 
 assert fresh and model, "fixtures"
 

@@ -17,17 +17,10 @@ from attnops import adapters
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import patching, tiny
 from attnops.hf.cache.names import named
-from tests.hf.decoding import generated, how
-from tests.hf.test_defaults import auto
+from tests.hf.decoding import TIERS, generated
 
 CALL = (2, 14, 3)
-WAYS = {
-    "default": dict,
-    "paged": lambda: {"cache": "paged"},
-    "auto": lambda: {"decode": auto()},
-    "breakable": lambda: {"cache": "paged", "decode": how("breakable")},
-    "piecewise": lambda: {"cache": "paged", "decode": how("piecewise", compile_after=0)},
-}
+WAYS = ("default", "pages", "auto", "breakable", "piecewise")
 
 
 @contextmanager
@@ -53,7 +46,7 @@ def alive(parts):
 # Traces of llama's layers leave no cycles behind.
 FEW = {
     ("default", "llama"),
-    ("paged", "deepseek_v3"),
+    ("pages", "deepseek_v3"),
     ("auto", "llama"),
     ("breakable", "gpt_oss"),
     ("piecewise", "gpt_oss"),
@@ -69,7 +62,7 @@ def test_a_model_is_freed_at_once(way, name):
     """By reference counts, while the handle and its report live on."""
     with no_collection():
         model = tiny.model(name)
-        handle = attnops.patch(model, **WAYS[way]())
+        handle = attnops.patch(model, **TIERS[way]())
         generated(model, *CALL)
         head, *_ = str(handle.report()).splitlines()
         handle.unpatch()
@@ -83,11 +76,11 @@ def test_a_model_is_freed_at_once(way, name):
 
 @pytest.mark.parametrize(
     "way",
-    ["default", "paged", "auto", "breakable", pytest.param("piecewise", marks=pytest.mark.full)],
+    [*WAYS[:-1], pytest.param("piecewise", marks=pytest.mark.full)],
 )
 def test_a_patched_model_is_freed_by_a_collection(way):
     model = tiny.model("llama")
-    attnops.patch(model, **WAYS[way]())
+    attnops.patch(model, **TIERS[way]())
     generated(model, *CALL)
     held = parts(model)
     del model
@@ -174,12 +167,12 @@ class Unpatches(BaseStreamer):
 ONE = torch.full((1, 9), 5)
 
 
-@pytest.mark.parametrize("way", ["default", "paged", "breakable"])
+@pytest.mark.parametrize("way", ["default", "pages", "breakable"])
 def test_unpatch_within_generate(way):
     model = tiny.model("llama")
     given = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     want = model.generate(ONE, **given)
-    handle = attnops.patch(model, **WAYS[way]())
+    handle = attnops.patch(model, **TIERS[way]())
     with pytest.raises(PatchError, match=r"want unpatch\(\) after generate\(\) has returned"):
         model.generate(ONE, **given, streamer=Unpatches(handle))
     other = tiny.model("llama")
