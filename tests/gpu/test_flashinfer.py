@@ -4,6 +4,7 @@ follow new plans.
 Build the modules first, side by side: `python3 -m tests.gpu.flashinfer_modules`.
 """
 
+import copy
 import inspect
 import re
 from dataclasses import replace
@@ -25,7 +26,6 @@ from attnops.testing import Features, Pages, Source, make_call, planned
 from tests.checks import right
 from tests.gpu.helpers import captured, need
 from tests.hf import test_host_plans as models
-from tests.hf.helpers import relative
 from tests.standins import flashinfer_modules as standin, flashinfer_planners as planners
 
 pytestmark = pytest.mark.skipif(
@@ -295,6 +295,12 @@ def logits(model: Any, rows: int, length: int, new: int) -> torch.Tensor:
     return torch.stack(found.logits).float()
 
 
+def distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest of a step and row, relative to the exact logits."""
+    off = (logits - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return off.max().item()
+
+
 @pytest.fixture
 def no_waits(monkeypatch):
     """How many steps were planned from lengths that the host knows. A wait in one is an error."""
@@ -316,12 +322,16 @@ def no_waits(monkeypatch):
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 @pytest.mark.parametrize("make", [models.llama, lambda: models.llama(8), models.gemma3])
 def test_steps_of_a_patched_model_in_graphs(make, mode, no_waits):
-    """`kernel="flashinfer"`: eager's logits but for rounding, one graph a step, and no wait."""
+    """`kernel="flashinfer"`: no further from the logits in float32 than twice eager's, one graph a
+    step, and no wait."""
     model = make().cuda()
-    want = [logits(model, *call) for call in models.CALLS]
+    eager = [logits(model, *call) for call in models.CALLS]
+    exact = copy.deepcopy(model).float()
+    want = [logits(exact, *call) for call in models.CALLS]
     with attnops.patch(model, cache="paged", kernel="flashinfer", decode=mode) as handle:
-        for call, right_ones in zip(models.CALLS, want, strict=True):
-            assert relative(logits(model, *call), right_ones) < models.LIMIT, call
+        for call, near, right_ones in zip(models.CALLS, eager, want, strict=True):
+            got = logits(model, *call)
+            assert distance(got, right_ones) < 2 * distance(near, right_ones), call
         assert all(row.graphs == 1 and not row.breaks for row in handle.graphs.report().rows)
     steps_after_the_first = sum(new - 2 for *_, new in models.CALLS)
     assert sum(no_waits) == steps_after_the_first
