@@ -330,6 +330,8 @@ def widened(model: Any) -> Any:
         )
 
     for module in list(one.modules()):
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False  # an adapter would make its input narrow again
         module._buffers.update(
             {
                 n: b.to(wide)
