@@ -221,6 +221,12 @@ def test_an_adapter_that_was_not_switched_is_seen(monkeypatch):
     assert stream("adapters")[WAY]["wrong"].startswith("wrong: call 3 is off by")
 
 
+def test_experts_are_judged_by_exact_logits():
+    """Grouped products have no float64."""
+    [mine, _] = cliffs.measure(TOY, "mixtral", POINT, "batches", WAY)
+    assert mine["error"] <= mine["budget"] < 1e-4 and mine["median_us"] > 0
+
+
 # Pages --------------------------------------------------------------------------------------------
 
 

@@ -323,6 +323,8 @@ def widened(model: Any) -> Any:
     """The model in float64 if it is float32, else in float32. To save memory, weights are wide only
     while their module runs."""
     wide, one = torch.float64 if model.dtype == torch.float32 else torch.float32, twin(model)
+    if callable(choose := getattr(one, "set_experts_implementation", None)):
+        choose("eager")  # grouped products have no float64
 
     def wider(module: nn.Module, given: Any, narrow: dict[str, nn.Parameter]) -> None:
         module._parameters.update(
@@ -355,10 +357,6 @@ def exactly(model: Any, prompt: Tensor, new: Tensor | None = None, **given: Tens
     """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None:
     `[B, 1, V]`, of the prompt's last token."""
     wide = widened(model)
-    if callable(
-        choose := getattr(wide, "set_experts_implementation", None)
-    ):  # grouped products have no float64
-        choose("eager")
     cache = transformers.DynamicCache(config=wide.config)
     last: Tensor = wide(
         prompt, **argument(wide, cache), use_cache=True, logits_to_keep=1, **given
