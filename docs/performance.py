@@ -139,26 +139,58 @@ def caption(machine: str, reports: Reports) -> str:
 
 
 def costs(root: Path = ROOT) -> str:
-    """The suite `cliffs` of the first GPU that has it: seconds that each change costs, by the way
-    that steps run."""
+    """The suite `cliffs` of the first GPU that has it: its streams, or in a file of before the
+    seconds that each change costs."""
     for machine, reports in measured(root):
         if machine != "cpu" and (report := reports.get("cliffs")) is not None:
-            ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
-            changes: dict[str, dict[str, str]] = {}
-            for row in report["rows"]:
-                cost = f"{max(row['cost_s'], 0.0):.2f}" if "cost_s" in row else "-"
-                changes.setdefault(str(row["case"]).split(", ", 1)[1], {})[row["way"]] = cost
-            rows = [
-                [change, *(cells.get(way, "-") for way in ways)]
-                for change, cells in changes.items()
-            ]
-            head = ["seconds that a change costs", *(f"`{way}`" for way in ways)]
-            return (
-                f"{source(report)}, "
-                f"[cliffs.json](../benchmarks/results/{machine}"
-                f"/cliffs.json).\n\n{table(head, rows)}"
-            )
+            file = f"[cliffs.json](../benchmarks/results/{machine}/cliffs.json)"
+            older = any("cost_s" in row for row in report["rows"])
+            shown = single_changes(report) if older else streams(report)
+            return f"{source(report)}, {file}.\n\n{shown}"
     return NONE
+
+
+def single_changes(report: Report) -> str:
+    """The older form: a call right after each change, and the same call again."""
+    ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
+    changes: dict[str, dict[str, str]] = {}
+    for row in report["rows"]:
+        cost = f"{max(row['cost_s'], 0.0):.2f}" if "cost_s" in row else "-"
+        changes.setdefault(str(row["case"]).split(", ", 1)[1], {})[row["way"]] = cost
+    rows = [[change, *(cells.get(way, "-") for way in ways)] for change, cells in changes.items()]
+    head = ["seconds that a change costs", *(f"`{way}`" for way in ways)]
+    return (
+        "That run has the older form of the suite: the first call after one change, less the same "
+        f"call again, in a warm process.\n\n{table(head, rows)}"
+    )
+
+
+STREAM = ("median_us", "p99_us", "worst_us")
+
+
+def streams(report: Report) -> str:
+    """Milliseconds of the calls of each stream, beside those of the unpatched model."""
+    hf = {row["case"]: row for row in report["rows"] if row["way"] == "hf"}
+    rows = [
+        [
+            row["case"].rpartition(", ")[0],
+            f"`{row['way']}`",
+            row.get("wrong", cell(row.get("calls"))),
+            *(milliseconds(row, figure) for figure in STREAM),
+            *(milliseconds(hf.get(row["case"], {}), figure) for figure in STREAM),
+            cell(row.get("over_s")),
+            cell(row.get("stalls")),
+        ]
+        for row in report["rows"]
+        if row["way"] != "hf"
+    ]
+    figures = ["median ms", "99% ms", "worst ms"]
+    head = ["calls with", "way", "calls", *figures, *(f"`hf` {each}" for each in figures)]
+    return table([*head, "most over `hf`, s", "over 0.3 s"], rows)
+
+
+def milliseconds(row: Row, figure: str) -> str:
+    return f"{row[figure] / 1000:.1f}" if figure in row else "-"
 
 
 def pictures_full(root: Path = ROOT) -> str:

@@ -1,177 +1,176 @@
-"""Suite `cliffs`: seconds of a call right after a change, and of the same call again.
+"""Suite `cliffs`: streams of calls in which one thing changes again and again.
 
-The changes meet one patched model that is warm, so that its steps are compiled and captured.
-`first_s`: the call after the change, the change included. `then_s`: the same call again. `cost_s`:
-the difference. Without a change, steps that began without a compiler are compiled once, in the call
-that reaches their number: `steps are compiled`. `attnops`: `attnops.patch(model)`, no more.
-`attnops_piecewise`, `attnops_breakable`: with `decode=`. `attnops_paged`, on a CPU: over pages
-without graphs. The suite `generate` judges the results of such calls, and has the first call of a
-process.
+A case is a stream of one way (`changes.KINDS`). Every call of it is also one of the unpatched
+model, `hf`, in the same turn, whichever is first in turn: transformers itself pays where cuBLAS
+plans a size that it has not met. Apart from the first call of a model, which is not timed, nothing
+is warm: each stream has a process of its own, with empty caches of Inductor and Triton.
+
+`p99_us`: the 99th percentile by nearest rank, which is the call that 99% of the calls do not
+exceed. `worst_us`: the longest call. `over_s`: the largest difference of a call to that of `hf` in
+the same turn, in seconds; `over_at`: the number of that turn, from 0. `stalls`: the turns in which
+the difference is more than 0.3 s. `calls`: fewer than the stream has if the time was spent.
+
+The first and the last call are judged: their logits and tokens by exact logits.
+
+`attnops`: `attnops.patch(model)`, no more. `attnops_piecewise`, `attnops_breakable`: with
+`decode=`, if `--ways` names them. `attnops_paged`, on a CPU: over pages without graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from math import inf
+from random import Random
+from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 
-import attnops.hf
-from attnops.bench import Point, Setup, generate, models, ways
-from attnops.bench.rows import Case, LeftOut, Row, Rows
-from attnops.core.select import use
-from attnops.hf.cache.names import argument
-from attnops.tune.clock import Run, seconds
+from attnops.bench import Point, Setup, models, ways
+from attnops.bench.changes import KINDS, NEW, SIZES, Side, Turn, largest
+from attnops.bench.overhead import in_a_process
+from attnops.bench.rows import WRONG, Case, Row, Rows, digits, with_ratios
+from attnops.tune.clock import seconds
 
-STEPS = 4  # of a loop over a cache
-ADAPTERS = ("one", "other")
-
-
-class Warm(NamedTuple):
-    """A patched model that is warm."""
-
-    setup: Setup
-    model: Any
-    handle: Any
-    point: Point
-
-    def generate(self, batch: int = 1, context: int = 1) -> Any:
-        """A call with so many times the rows and the prompt's tokens."""
-        point = Point(batch * self.point.batch, context * self.point.context)
-        return self.model.generate(**generate.arguments(self.setup, self.model, point))
-
-    def filled(self) -> Any:
-        """A new cache with the prompt in it, and with room for further steps."""
-        cache = self.handle.new_cache(self.point.batch, self.point.context + 4 * STEPS)
-        self.model(
-            models.tokens(self.setup, self.model, *self.point),
-            **argument(self.model, cache),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return cache
-
-    def steps(self, *caches: Any) -> None:
-        """`STEPS` steps over all caches in turn: the handle's where it has graphs."""
-        token = models.tokens(self.setup, self.model, self.point.batch, 1)
-        for cache in STEPS * caches:
-            if self.handle.decode.mode == "hf":
-                self.model(token, **argument(self.model, cache), use_cache=True)
-            else:
-                self.handle.step(token, cache)
-
-    def in_a_thread(self) -> Any:
-        """A call in a new thread, whose device is not yet this one's."""
-        more: Row = (
-            {"initializer": torch.cuda.set_device, "initargs": (self.setup.device,)}
-            if self.setup.on_gpu
-            else {}
-        )
-        with ThreadPoolExecutor(1, **more) as pool:
-            return pool.submit(self.generate).result()
-
-    def switched(self) -> Any:
-        """A call with the other adapter."""
-        self.model.set_adapter(ADAPTERS[1])
-        return self.generate()
-
-    def deterministic(self) -> Any:
-        """A call under that policy."""
-        with use(deterministic=True):
-            return self.generate()
-
-
-CHANGES: dict[str, Callable[[Warm], Run]] = {
-    "a second cache of the same size": lambda warm: lambda: warm.steps(warm.filled()),
-    "two caches in turn": lambda warm: partial(warm.steps, warm.filled(), warm.filled()),
-    "eight times the batch": lambda warm: partial(warm.generate, batch=8),
-    "a longer text than the pages hold": lambda warm: partial(warm.generate, context=4),
-    "a second thread": lambda warm: warm.in_a_thread,
-    "another policy": lambda warm: warm.deterministic,
-}
-ADAPTER = "another adapter"
-SWITCH = "steps are compiled"
+SUITE, HF = "cliffs", "hf"
+STALL_S = 0.3
+CAP_S = 90.0
+"""No turn of a stream begins later."""
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """All changes of a way, and another adapter, at the first prompt of each model of the suite
-    `generate`."""
-    measured: dict[str, Any] = models.over(setup, "cliffs", measure)
-    asked = [(way, adapters) for way in ways.here(setup, "cliffs") for adapters in (False, True)]
+    """A case of each model, change and way, at the first prompt of the model in the suite
+    `generate`. Raises InvalidInput for a way that this device does not have."""
+    ways.check(setup, SUITE)
     return {
-        f"{case}, {way}" + (f", {ADAPTER}" if adapters else ""): partial(
-            one, way=way, adapters=adapters
-        )
-        for way, adapters in asked
-        for case, one in measured.items()
+        f"{name}, {kind}, {way}": partial(measure, setup, name, points[0], kind, way)
+        for name, points in models.points_of(setup, SUITE).items()
+        for way in ways.chosen(setup, SUITE)
+        if way != HF
+        for kind in KINDS
     }
+
+
+def measure(setup: Setup, name: str, point: Point, kind: str, way: str) -> Rows:
+    """The rows of a stream: of the way and of `hf`. At toy size in this process, because imports
+    would take longer than all else.
+
+    Raises LeftOut where the device or a package cannot do it.
+    """
+    from attnops.core.private_torch import fresh_cache
+
+    given = setup, name, point, kind, way
+    with fresh_cache():
+        return stream(*given) if setup.size == "toy" else in_a_process(stream, *given)
 
 
 @torch.no_grad()
-def measure(
-    setup: Setup,
-    kept: models.Kept,
-    name: str,
-    point: Point,
-    way: str = "attnops",
-    adapters: bool = False,
-) -> Rows:
-    """The changes of one way, one after the other. adapters: of another adapter alone.
-
-    Raises LeftOut without a peft that transformers takes.
-    """
-    one = models.twin(kept(name))
-    if adapters:
-        add_adapters(one)
-    rows = []
-    with attnops.hf.patch(one, **(ways.WAYS["cliffs"][way].patch or {})) as handle:
-        warm = Warm(setup, one, handle, point)
-        for _ in range(generate.warm_calls(setup)):
-            warm.generate()
-        if not adapters and handle.decode.mode == "auto":
-            rows.append(
-                row_of(
-                    f"{name} {point}, {SWITCH}", way, seconds(warm.generate), seconds(warm.generate)
-                )
-            )
-        else:
-            warm.generate()
-        warm.steps(warm.filled())
-        for change, make in (
-            {ADAPTER: lambda warm: warm.switched} if adapters else CHANGES
-        ).items():
-            run = make(warm)
-            rows.append(row_of(f"{name} {point}, {change}", way, seconds(run), seconds(run)))
-            warm.generate()
-    return rows
-
-
-def row_of(case: str, way: str, first_s: float, then_s: float) -> Row:
-    """The row of a call, and of the same call again."""
-    figures = {"first_s": first_s, "then_s": then_s, "cost_s": first_s - then_s}
-    return {
-        "case": case,
-        "way": way,
-        "median_us": round(1e6 * first_s, 2),
-        **{figure: round(s, 3) for figure, s in figures.items()},
+def stream(setup: Setup, name: str, point: Point, kind: str, way: str) -> Rows:
+    """As `measure`, in this process."""
+    if setup.on_gpu:
+        torch.cuda.set_device(setup.device)
+    sizes, some = SIZES[setup.size], Random(0)
+    model = models.build(setup, name, largest(sizes, point))
+    bases = KINDS[kind].models(setup, model)
+    known = ways.here(setup, SUITE)
+    sides = {
+        each: Side(setup, point, [models.patched(base, known[each]) for base in bases])
+        for each in (way, HF)
     }
+    for side in sides.values():
+        for which in range(len(bases)):
+            side.call(which=which)
+    turns = [KINDS[kind].turn(sizes, at, some) for at in range(sizes.calls)]
+    taken, made = timed(sides, turns)
+    case = f"{name}, {kind}, {way}"
+    layers = model.config.num_hidden_layers
+    rows = {each: {"case": case, "way": each, "layers": layers} for each in sides}
+    verdict = judged(sides, way, {at: turns[at] for at in (0, len(taken[HF]) - 1)}, made[way])
+    rows[HF] |= figures(taken[HF])
+    rows[way] |= verdict
+    if "wrong" not in verdict:
+        rows[way] |= figures(taken[way]) | differences(taken[way], taken[HF])
+    return with_ratios(list(rows.values()), HF)
 
 
-def add_adapters(model: Any) -> None:
-    """Both, the first one in use."""
-    if find_spec("peft") is None:
-        raise LeftOut("peft is not installed")
-    from peft import LoraConfig
-    from transformers.integrations.peft import MIN_PEFT_VERSION
-    from transformers.utils import peft_utils
+Taken = dict[str, list[float]]
+"""By way the seconds of its calls."""
 
-    try:
-        peft_utils.check_peft_version(MIN_PEFT_VERSION)
-    except ValueError as error:
-        raise LeftOut(str(error)) from None
-    for adapter in ADAPTERS:
-        model.add_adapter(LoraConfig(r=8, target_modules=["q_proj", "v_proj"]), adapter)
-    model.set_adapter(ADAPTERS[0])
+
+def timed(sides: dict[str, Side], turns: Sequence[Turn]) -> tuple[Taken, dict[str, list[Tensor]]]:
+    """(the seconds of the calls, their texts)."""
+    taken: Taken = {way: [] for way in sides}
+    texts: dict[str, list[Tensor]] = {way: [] for way in sides}
+    end = time.perf_counter() + CAP_S
+    order = list(sides)
+    for turn in turns:
+        for way in order:
+
+            def call(way: str = way, turn: Turn = turn) -> None:
+                text, _ = turn(sides[way], False)
+                texts[way].append(text)
+
+            taken[way].append(seconds(call))
+        order.reverse()
+        if time.perf_counter() > end:
+            break
+    return taken, texts
+
+
+def figures(taken: Sequence[float]) -> Row:
+    """Those of the calls of a stream. taken: their seconds."""
+    us = sorted(1e6 * s for s in taken)
+    rank = (99 * len(us) + 99) // 100  # the nearest one
+    found = {"median_us": median(us), "p99_us": us[rank - 1], "worst_us": us[-1]}
+    return {"calls": len(us), **{name: round(each, 2) for name, each in found.items()}}
+
+
+def differences(taken: Sequence[float], hf: Sequence[float]) -> Row:
+    """How much longer the calls of a way take than those of `hf`, turn by turn."""
+    over = [mine - its for mine, its in zip(taken, hf, strict=True)]
+    worst = max(over)
+    stalls = sum(each > STALL_S for each in over)
+    return {"over_s": round(worst, 4), "over_at": over.index(worst), "stalls": stalls}
+
+
+def judged(sides: dict[str, Side], way: str, turns: dict[int, Turn], texts: list[Tensor]) -> Row:
+    """The error and the budget of these turns, up to the first one that is beyond its budget, and
+    then in `wrong` by how much.
+
+    Each is made again, with its logits. They are compared with exact ones of their text, and the
+    tokens of the timed call with the best ones of its text. turns: by their number in `texts`.
+    """
+    found: Row = {}
+    for at, turn in turns.items():
+        text, logits = turn(sides[HF], True)
+        model = sides[HF].used
+        allowed = models.budget(model, distance(model, logits, exact(model, text)))
+        text, logits = turn(sides[way], True)
+        error = distance(model, logits, exact(model, text))
+        error = max(error, below_the_best(exact(model, texts[at]), texts[at]))
+        found |= {"budget": digits(allowed)} | ({"error": digits(error)} if error < inf else {})
+        if not error <= allowed:
+            found["wrong"] = f"{WRONG}call {at} is off by {error:.3g}, allowed {allowed:.3g}"
+            break
+    return found
+
+
+def exact(model: Any, text: Tensor) -> Tensor:
+    """Exact logits `[B, NEW, V]` of the new tokens of a text."""
+    logits: Tensor = models.widened(model)(text[:, :-1], logits_to_keep=NEW).logits
+    return logits
+
+
+def distance(model: Any, logits: Tensor | None, exact: Tensor) -> float:
+    """Of the logits of a call from exact ones."""
+    assert logits is not None, "they are asked for"
+    return models.distance(model, logits)(logits, exact)
+
+
+def below_the_best(exact: Tensor, text: Tensor) -> float:
+    """How far the tokens of a text are below the best ones, relative to these."""
+    best, chosen = exact.amax(-1), exact.gather(-1, text[:, -NEW:, None])[..., 0]
+    return float(((best - chosen) / best.abs()).max())

@@ -324,6 +324,8 @@ def widened(model: Any) -> Any:
     """The model in float64 if it is float32, else in float32. To save memory, weights are wide only
     while their module runs."""
     wide, one = torch.float64 if model.dtype == torch.float32 else torch.float32, twin(model)
+    if callable(choose := getattr(one, "set_experts_implementation", None)):
+        choose("eager")  # grouped products have no float64
 
     def wider(module: nn.Module, given: Any, narrow: dict[str, nn.Parameter]) -> None:
         module._parameters.update(
@@ -331,6 +333,8 @@ def widened(model: Any) -> Any:
         )
 
     for module in list(one.modules()):
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False  # an adapter would make its input narrow again
         module._buffers.update(
             {
                 n: b.to(wide)
@@ -355,10 +359,6 @@ def exactly(model: Any, prompt: Tensor, new: Tensor | None = None, **given: Tens
     `[B, 1, V]`, of the prompt's last token. The prompt's attention goes in chunks of queries where
     the model asks torch for it."""
     wide = widened(model)
-    if callable(
-        choose := getattr(wide, "set_experts_implementation", None)
-    ):  # grouped products have no float64
-        choose("eager")
     cache = transformers.DynamicCache(config=wide.config)
     with InChunks():
         last: Tensor = wide(

@@ -98,8 +98,8 @@ def time_if_right(
                 rows[name] |= {**way.more, "wrong": WRONG * (name in own) + one_line(failure)}
                 continue
             allowed = budget if way.budget is None else way.budget
-            rows[name] |= {**way.more, "budget": _digits(allowed)} | (
-                {"error": _digits(error)} if error < inf else {}
+            rows[name] |= {**way.more, "budget": digits(allowed)} | (
+                {"error": digits(error)} if error < inf else {}
             )
             if error <= allowed < inf:
                 right[name] = way
@@ -133,7 +133,8 @@ def _made(
     return made
 
 
-def _digits(x: float) -> float:
+def digits(x: float) -> float:
+    """The number with the digits that a row has of it."""
     return float(f"{x:.4g}")
 
 

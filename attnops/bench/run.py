@@ -125,7 +125,7 @@ SUITES = (
     ),
     Suite(
         "cliffs",
-        "the cost of a change: another cache, batch, length, thread, adapter or policy",
+        "calls with ever new lengths, batches, caches, policies, threads, adapters, dtypes, models",
         cliffs.cases,
         usual=False,
     ),

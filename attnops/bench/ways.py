@@ -99,11 +99,13 @@ WAYS: dict[str, dict[str, How]] = {
     "generate": CALLS,
     "first_token": {name: CALLS[name] for name in ("hf", "hf_static", "attnops", "hf_again")},
     "cliffs": {
+        "hf": CALLS["hf"],
         "attnops": replace(CALLS["attnops"], device="cuda"),
         **{
-            name: CALLS[name]
-            for name in ("attnops_piecewise", "attnops_breakable", "attnops_paged")
+            name: replace(CALLS[name], asked=True)
+            for name in ("attnops_piecewise", "attnops_breakable")
         },
+        "attnops_paged": CALLS["attnops_paged"],
     },
     "training_steps": {
         "hf_sdpa": How(attention="sdpa"),
