@@ -363,8 +363,9 @@ class PagedMode:
                 generation.graphs = decoder.last_mode
                 return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
-        # Of one token a row, only generate() says that it is a prompt.
-        least = 2 if generation is None or goes_on else 1
+        # Of one token a row, only the first call of a generate() is known to be a prompt.
+        first = generation is not None and generation.checked is None
+        least = 1 if first else 2
         logits = decoder.try_prompt(given) if is_prompt(given, least) else None
         if logits is None:
             decoder.look = True

@@ -165,7 +165,10 @@ def test_a_tree_follows_the_modules_that_are_set_and_taken_away():
     def leave():
         del model[1]
 
-    for change in (replace, join, leave):
+    def exchange():
+        model._modules = {"0": nn.Linear(2, 2)}
+
+    for change in (replace, join, leave, exchange):
         change()
         for module in model.modules():
             if not module._forward_hooks:

@@ -17,6 +17,7 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.models import methods
 from attnops.hf.steps import model_state, prompt
+from attnops.hf.steps.captures import TRIES
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import Failing, first, generated, logits
 from tests.hf.helpers import relative, tokens
@@ -99,6 +100,51 @@ def test_a_long_prompt_is_captured_in_chunks(monkeypatch):
     with first() as pair:
         assert ways(pair, [(2, 150, 2)] * 3) == ["", "captured", "captured"]
         assert len(pair.decoder._kept.over) == 3, "of steps, of first chunks and of later ones"
+
+
+@pytest.mark.parametrize("far", [("cuda",), ("cuda", "cpu")])
+@pytest.mark.parametrize(("length", "chunk"), [(17, 8), (9, 1)])
+def test_chunks_of_one_token(length, chunk, far, monkeypatch):
+    """The last one, or each. On a GPU the host reads no mask of one token."""
+    monkeypatch.setattr("attnops.hf.attention.descriptor._FAR", far)
+    with first() as pair:
+        for _ in range(3):
+            pair.same(2, length, 3, prefill_chunk_size=chunk)
+
+
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [(NotRegional("no way"), 1), (torch.OutOfMemoryError("out of memory"), 1 + TRIES)],
+)
+def test_later_chunks_that_cannot_be_captured_cost_first_ones_nothing(error, tries, monkeypatch):
+    """And are tried no more often because first ones could be."""
+    step, failed = prompt.Prompts.step, []
+
+    def fails(prompts, tokens, positions, counts, before, last, fresh, *more):
+        if not fresh:
+            failed.append(fresh)
+            raise error
+        return step(prompts, tokens, positions, counts, before, last, fresh, *more)
+
+    monkeypatch.setattr(prompt.Prompts, "step", fails)
+    monkeypatch.setattr(prompt.Prompts, "begin", lambda *_: None)
+    monkeypatch.setattr(prompt, "CHUNK", 64)
+    with first() as pair:
+        assert not any(ways(pair, [(2, 150, 2)] * 8))
+        assert len(failed) == tries
+        second_is_captured(pair)
+        told = f"some are not captured: {type(error).__name__}: {error}"
+        assert told in str(pair.handle.report())
+
+
+def test_prompts_over_latents_after_capture(monkeypatch):
+    """Compiled layers take none."""
+    monkeypatch.undo()
+    monkeypatch.setattr(prompt, "CAPTURED", SIZES)
+    with first("minicpm3") as pair:
+        pair.handle.capture(pair.handle.new_cache(2, 24))
+        assert ways(pair, [(2, 14, 2)] * 3)[1:] == ["captured"] * 2
 
 
 def test_one_graph_of_a_size_serves_other_weights_after_a_change():
@@ -303,7 +349,8 @@ def test_compiled_layers_take_over_after_capture(monkeypatch):
 def test_release_gives_graphs_back_and_forgets_why():
     with first() as pair:
         assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
-        pair.decoder.prompts.failures.note(pair.decoder.prompts.graphs, NotRegional("no reason"))
+        prompts = pair.decoder.prompts
+        prompts.failures.note(prompts._failed_of(fresh=True), NotRegional("no reason"))
         assert pair.same(2, 14, 1).prompt == ""
         pair.handle.release()
         assert pair.decoder.captures.nbytes == 0

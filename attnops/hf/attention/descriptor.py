@@ -330,12 +330,19 @@ def padding_of(
     if not fresh:
         return _read_padding(request, pages.pad)
     _known(request, pages.pad)
+    if mask is not None and mask.shape[0] != rows:
+        got, want = f"{list(mask.shape)}, {mask.shape[0]} rows", f"{rows}, as input_ids"
+        fail(InvalidInput, "attention_mask.shape", got, want)
     known = torch.zeros(rows, dtype=torch.int64, device="cpu")
-    shown = None if mask is None else on_host(mask)
-    if shown is not None and shown.shape == (rows, columns) and shown.all():
-        shown = None  # without padding there is nothing to search for
+    shown = None if mask is None else _zeros_of(on_host(mask), columns)
     read = _run(request._replace(attention_mask=shown), known, columns)
     return _checked(request, pages.pad, _Read(0, known, *read))
+
+
+def _zeros_of(shown: Tensor, columns: int) -> Tensor | None:
+    """A mask on the host; None for one of so many columns without zeros, in which there is nothing
+    to search for."""
+    return None if shown.shape[1] == columns and shown.all() else shown
 
 
 class _Read(NamedTuple):

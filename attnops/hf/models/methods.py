@@ -33,6 +33,14 @@ class Walk(NamedTuple):
     training: list[nn.Module]
 
 
+def walked(model: nn.Module, inside: list[nn.Module]) -> Walk:
+    """One walk over the modules of a model for all questions of a call: each touches memory that
+    the model's own run has taken out of the caches."""
+    hooked = [m for m in inside if m._forward_pre_hooks or m._forward_hooks]
+    training = [m for m in inside if m.training]
+    return Walk([m for m in hooked if m is not model], training)
+
+
 class Tree:
     """The modules of a model. They are looked for again only where one was set or taken away, which
     costs a fraction of a search."""
@@ -43,22 +51,16 @@ class Tree:
 
     def _search(self) -> None:
         self._modules = modules_in(self._model)
-        held = [module._modules for module in self._modules]
-        self._leaves = [inside for inside in held if not inside]
-        self._parents = [inside for inside in held if inside]
         self._inside = self._now()
 
     def _now(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._parents)))
+        return [*chain.from_iterable([m._modules.values() for m in self._modules])]
 
     def walk(self) -> Walk:
-        """One walk for all questions of a call: each touches memory that the model's own run has
-        taken out of the caches."""
-        if any(self._leaves) or self._now() != self._inside:
+        """As `walked`, of the modules that the model has now."""
+        if self._now() != self._inside:
             self._search()
-        hooked = [m for m in self._modules if m._forward_pre_hooks or m._forward_hooks]
-        training = [m for m in self._modules if m.training]
-        return Walk([m for m in hooked if m is not self._model], training)
+        return walked(self._model, self._modules)
 
 
 class Method:

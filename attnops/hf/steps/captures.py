@@ -57,7 +57,7 @@ class Over:
 
     cache: PagedModelCache
     graphed: Graphed
-    mode: str = "prompt"
+    mode: str
     live: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     seen: Counter[Any] = field(default_factory=Counter)
     counted: int = 0
@@ -118,6 +118,11 @@ class Kept(NamedTuple):
 
     over: dict[tuple[ModelPages, str], Over]
     taken: Counter[Kind]
+
+    def free(self, pages: ModelPages, mode: str) -> None:
+        """Free the graphs over these pages of this mode, if there are any."""
+        if (pages, mode) in self.over:
+            self.over.pop((pages, mode)).graphed.free()
 
     @property
     def compiled(self) -> bool:

@@ -311,7 +311,8 @@ class Decoder:
         state = cache_in(given).state
         with self.turn:
             self._without.discard(state)
-            recorded = self.how.mode == "auto" and not self._at_once
+            compiled = self._at_once and not cache_in(given).latent
+            recorded = self.how.mode == "auto" and not compiled
             self.prompts.why = next(self._why_own_layers(given, recorded), "")
             if not self.prompts.why:
                 self.prompts.why = self._why_state(state, given["input_ids"].numel(), recorded)
@@ -337,21 +338,19 @@ class Decoder:
                 raise
             return one_line(error)
         self.prompts.graphs = f"graphs of {self._state}" if recorded else "graphs"
-        if recorded:
-            return self.aside or self.prompts.uncaptured
-        return self.aside or self._too_few(tokens)
+        if recorded or self.aside:
+            return self.aside
+        broken = cannot_compile(self.failures, self._state)
+        compiled = self.regions or self._at_once or self._kept.compiled
+        if self.how.mode == "breakable" or broken or not compiled:
+            return "steps are not compiled"
+        return self._too_few(tokens)
 
     def _why_own_layers(self, given: dict[str, Any], recorded: bool) -> Iterator[str]:
         """Each reason, but for those of the model's state, why its own layers run this prompt."""
         if more(given):
             yield "it asks for more than logits"
         yield from self.prompts.why_not(given, recorded)
-        if recorded:
-            return
-        broken = cannot_compile(self.failures, self._state)
-        compiled = self.regions or self._at_once or self._kept.compiled
-        if self.how.mode == "breakable" or broken or not compiled:
-            yield "steps are not compiled"
 
     def _kinds(self) -> Kinds:
         """Recorded layers of the present state."""
@@ -377,9 +376,8 @@ class Decoder:
     def _prompt_graphs(self, state: State, recorded: bool, fresh: bool) -> Over:
         """The graphs of chunks of prompts over these pages. fresh: see `of_prompts`."""
         made, key = self._kept.over, (state.pages, of_prompts(recorded, fresh))
-        before = made.pop((state.pages, of_prompts(not recorded, fresh)), None)
-        if before is not None:
-            before.graphed.free()
+        for each in (True, False):
+            self._kept.free(state.pages, of_prompts(not recorded, each))
         if key not in made:
             cache, options = self._make(state.pages), options_of(self._model, self.how)
             kinds = self._kinds() if recorded else None
@@ -484,10 +482,10 @@ class Decoder:
         """The graphs over these pages, made now if they were not before."""
         self._look(state)
         mode, made = self._mode(rows), self._kept.over
-        over, before = made.get((state.pages, mode)), (state.pages, "breakable")
+        over = made.get((state.pages, mode))
         waits = not self._at_once and self._kept.waits(self.how.compile_after)
-        if mode == "piecewise" and before in made and not waits:
-            made.pop(before).graphed.free()
+        if mode == "piecewise" and not waits:
+            self._kept.free(state.pages, "breakable")
         if over is None:
             cache, passes = self._make(state.pages), passes_of(self.how, self.products)
             regions: Regions | None = None

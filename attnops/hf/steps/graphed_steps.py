@@ -16,7 +16,7 @@ from attnops.graphs.traced import Traced
 from attnops.hf import not_fast
 from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import PagedModelCache
-from attnops.hf.models.methods import Tree
+from attnops.hf.models.methods import modules_in, walked
 from attnops.hf.steps.around import function_modes
 from attnops.hf.steps.calls import step_of
 from attnops.hf.steps.collectives import without_collectives
@@ -89,7 +89,7 @@ def graphed_steps(
 
 def options_of(model: Any, how: Decode) -> dict[str, Any]:
     """The arguments of `Graphed` that graphs of steps and of prompts share."""
-    watch, draws = partial(watched, model), bool(drawing(Tree(model).walk().training))
+    watch, draws = partial(watched, model), bool(drawing(walked(model, modules_in(model)).training))
     return {
         "batch": None,
         "returns": "requests",
@@ -117,7 +117,7 @@ def against_graphs(model: Any, unknown: str) -> str:
     `Glance`."""
     if modes := function_modes():
         return f"the function mode {modes[0]} sees each operation of a step"
-    if hooked := hooks_of_the_caller(callers_hooks(Tree(model).walk().hooked)):
+    if hooked := hooks_of_the_caller(callers_hooks(walked(model, modules_in(model)).hooked)):
         return HOOKED.format(hooked)
     if unknown:
         not_fast.warn(model, not_fast.GRAPHS, f"{unknown}, which cannot be compared")

@@ -32,9 +32,9 @@ class Decode:
         residual where it is faster (docs/linear.md).
     budget_bytes: the most memory of the graphs of steps and prompts. attnops frees for it those of
         the states of the model (adapters, policies, replaced weights) that were used least lately.
-        Those of the state in use stay, and may take as much for each set of pages, see
-        `over_budget`. None: 5% of the GPU's memory for all states, and no bound for the one in use.
-        Graphs of 64 states are kept at most.
+        Those of the state in use stay: steps, first chunks of prompts and later chunks may each
+        take as much for each set of pages, see `over_budget`. None: 5% of the GPU's memory for all
+        states, and no bound for the one in use. Graphs of 64 states are kept at most.
     """
 
     mode: Mode = "auto"

@@ -43,6 +43,7 @@ from attnops.hf.steps.captures import Failures, Over, passing
 from attnops.hf.steps.chunks import Part, packed, parts_of, unpadded, why_unpacked
 from attnops.hf.steps.compiled_layers import Here, modules_of
 from attnops.lowering import merge_linears_pass
+from attnops.nn.latent import is_viewed
 
 CHUNK = 4096
 """The most tokens of a chunk, which bounds the memory of a long prompt."""
@@ -133,14 +134,15 @@ class Prompts:
         self.regions = None
         self.failures.lasting.clear()
 
-    @property
-    def uncaptured(self) -> str:
-        """Why no chunk is captured."""
-        return (
-            "rotations depend on the length of the text"
-            if self._of_length
-            else self.failures.lasting.get(self.graphs, "")
-        )
+    def _failed_of(self, fresh: bool) -> str:
+        """What a failure of a capture is of: the graphs of first chunks, or of later ones."""
+        return f"{self.graphs}, {'first' if fresh else 'later'} chunks"
+
+    def uncaptured(self, fresh: bool) -> str:
+        """Why no chunk is captured. fresh: of first chunks, or of later ones."""
+        if self._of_length:
+            return "rotations depend on the length of the text"
+        return self.failures.lasting.get(self._failed_of(fresh), "")
 
     def notes(self) -> tuple[str, ...]:
         """How the last prompt ran, for the report; no line before the first."""
@@ -151,7 +153,9 @@ class Prompts:
             if self.took
             else ""
         )
-        apart = f"; short ones are not captured: {self.uncaptured}" if self.uncaptured else ""
+        reasons = dict.fromkeys(map(self.uncaptured, (True, False)))
+        why = "; ".join(filter(None, reasons))
+        apart = f"; some are not captured: {why}" if why else ""
         return (f"the last prompt ran through {ran}{apart}",) if ran else ()
 
     def why_not(self, given: dict[str, Any], recorded: bool) -> Iterator[str]:
@@ -164,6 +168,8 @@ class Prompts:
             yield "under a deterministic policy bits may not follow from the prompts before"
         if cache.latent and not recorded:
             yield "the pages hold latents, and compiled layers take none"
+        if cache.latent and not all(is_viewed(each) for each in _unfolding(self._model)):
+            yield "kv_b_proj is wrapped, and the layers keep its weights from a prompt to its steps"
         if state.filled and any(state.pages.windows):
             yield "it goes on with a cache of sliding windows"
         if state.filled and not state.whole:
@@ -244,8 +250,8 @@ class Prompts:
 
     def _due(self, part: Part, graphs: Callable[[bool], Over], after: int) -> Over | str:
         """The graphs that have a chunk, or why it has none by now. after: as `CAPTURE_AFTER`."""
-        if self.uncaptured:
-            return self.uncaptured
+        if why := self.uncaptured(part.fresh):
+            return why
         if part.size > CAPTURED[-1]:
             return f"it has more than {CAPTURED[-1]:,} tokens, and such prompts are not captured"
         over = graphs(part.fresh)
@@ -340,7 +346,7 @@ class Prompts:
         Raises _NotCaptured where recorded layers could not be captured.
         """
         (tokens, positions), (counts, before, ends, last) = chunk, sent
-        if over is not None and not self.uncaptured and not self._failed:
+        if over is not None and not self.uncaptured(part.fresh) and not self._failed:
             given = {"tokens": tokens, "positions": positions, "counts": counts}
             if not part.fresh:
                 given["before"] = before
@@ -355,11 +361,11 @@ class Prompts:
                 if not (known or first):
                     raise
                 self._failed = True
-                self.failures.note(self.graphs, error)
+                self.failures.note(self._failed_of(part.fresh), error)
                 if over.recorded:
                     raise _NotCaptured(one_line(error)) from error
             else:
-                self.failures.done(self.graphs)
+                self.failures.done(self._failed_of(part.fresh))
                 self._replayed = True
                 return logits[ends]  # a copy: graphs write their memory again
         # Compiled code is guarded on the place of a slice. Without a last token, the logits of some
@@ -454,6 +460,12 @@ class Prompts:
             runner=AsItRuns() if kinds is None else OneSize(kinds),
             **options,
         )
+
+
+def _unfolding(model: nn.Module) -> list[nn.Module]:
+    """The modules that unfold latents."""
+    found = (getattr(module, "kv_b_proj", None) for module in model.modules())
+    return [each for each in found if isinstance(each, nn.Module)]
 
 
 def _early(after: int) -> str:
