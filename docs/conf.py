@@ -52,6 +52,7 @@ nitpick_ignore = {
     ("py:class", "attnops.cache.paged.Pages"),
     ("py:class", "attnops.core.record.Spec"),
     ("py:class", "attnops.graphs.as_it_runs.AsItRuns"),
+    ("py:class", "attnops.graphs.options.Ahead"),
     ("py:class", "attnops.graphs.graph_breaks.Break"),
     ("py:class", "attnops.graphs.eager_capture.R"),
     ("py:class", "attnops.measured.cost.Work"),
