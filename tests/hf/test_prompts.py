@@ -145,12 +145,13 @@ def test_later_tokens_in_graphs(small_pages, bounds, end):
             assert modes == {"first chunks, compiled", *later}
 
 
-def test_a_mask_of_other_rows_is_refused():
-    with by_hand() as pair, pytest.raises(InvalidInput, match=r"attention_mask\.shape.*2, as"):
-        cache = pair.handle.new_cache(2, 24)
-        pair.model(
-            tokens(2, 12), **named(cache), logits_to_keep=1, attention_mask=torch.ones(1, 12).long()
-        )
+@pytest.mark.parametrize(
+    ("shape", "why"), [((1, 12), "want 2, as input_ids"), ((2, 11), "too few columns")]
+)
+def test_a_mask_of_another_size_is_refused(shape, why):
+    given = {"attention_mask": torch.ones(shape, dtype=torch.int64), "logits_to_keep": 1}
+    with by_hand() as pair, pytest.raises(InvalidInput, match=why):
+        pair.model(tokens(2, 12), **named(pair.handle.new_cache(2, 24)), **given)
 
 
 def test_chunks(small_pages, bounds):
