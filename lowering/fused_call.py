@@ -116,10 +116,14 @@ def _replace(match: Match, policy: str) -> str:
     Returns the reason where the result would differ in more than its numbers, or "".
     """
     last, value, new = match.last, fake_of(match.x), NewNodes(match.last)
+    order = _in_memory(fake_of(last))
+    moved = order != sorted(order)
 
     def rows(node: fx.Node | None) -> Any:
         if node is None or value.dim() == 2:
             return node
+        if moved:
+            node = new.add("permute", node, order)
         return new.add("reshape", node, -1, int(fake_of(node).shape[-1]))
 
     def size(node: fx.Node, dim: int) -> Any:
@@ -136,8 +140,10 @@ def _replace(match: Match, policy: str) -> str:
     args, kwargs = split(match.record(**given))
     new.add(match.op.packet.default, *args, **kwargs)
     if value.dim() != 2:
-        sizes = [size(match.x, dim) for dim in range(value.dim() - 1)]
+        sizes = [size(match.x, dim) for dim in order[:-1]]
         output = new.add("view", output, *sizes, width)
+    if moved:
+        output = new.add("permute", output, [order.index(dim) for dim in sorted(order)])
     if facts_of(fake_of(output)) != facts_of(fake_of(last)):
         new.erase()
         return "its result would have other strides"
@@ -145,3 +151,16 @@ def _replace(match: Match, policy: str) -> str:
     for node in sorted(match.inner, reverse=True):
         node.graph.erase_node(node)
     return ""
+
+
+def _in_memory(value: torch.Tensor) -> list[int]:
+    """The dims of a result in the order in which they lie in memory, as far as that is known and
+    the last one stays last.
+
+    A model that norms its heads after it has transposed them gets them back transposed.
+    """
+    dims = list(range(value.dim()))
+    if not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+        return dims
+    order = sorted(dims[:-1], key=lambda dim: (-value.stride(dim), -value.shape[dim]))
+    return order + dims[-1:]

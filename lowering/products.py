@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -43,7 +43,7 @@ def summary(products: Iterable[Product]) -> tuple[str, ...]:
     return *_lines("linears", linears), *_lines("norms", norms)
 
 
-def _lines(what: str, found: list[Product]) -> Iterator[str]:
+def _lines(what: str, found: Sequence[Product]) -> Iterator[str]:
     taken = Counter(f"{' + '.join(p.parts)} by {p.kernel}" for p in found if p.kernel)
     left = Counter(p.refusal for p in found if p.refusal)
     title = f"{what} of compiled layers, {sum(taken.values())} of {len(found)} recognised"
