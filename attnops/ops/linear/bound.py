@@ -14,10 +14,11 @@ numbers are independent. With an activation, whose slope is below 1.13, of gate 
 
 and with a residual r, delta(output) + u (|output| + |r|).
 
-A norm alone is rounded before its gain and after it, and once more with a residual:
+A norm alone is rounded before its gain and after it, and once more with a residual. With v = 2 u,
+because a conversion to the dtype may cut off,
 
-    delta(n) = (2 u + u^2 + a (sqrt(In) + 8)) |n| + s (|g| + 1)
-    delta(output) = delta(n) + u (|output| + delta(n)) + s
+    delta(n) = (2 v + v^2 + a (sqrt(In) + 8)) |n| + 2 s (|g| + 1)
+    delta(output) = delta(n) + v (|output| + delta(n)) + 2 s
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def _linear(call: Any, expected: Results) -> Allowed:
 
 def _rms_norm(call: Any, expected: Results) -> Allowed:
     x, dtype, width = call.x.double(), call.x.dtype, call.x.shape[1]
-    u, s = roundoff(dtype), step(dtype)
-    a = min(u, roundoff(torch.float32))
+    v, s = 2 * roundoff(dtype), 2 * step(dtype)
+    a = min(roundoff(dtype), roundoff(torch.float32))
     gain = call.weight.double() + call.offset
     n = (x * _factor(x, gain, call.eps)).abs()
-    off = (2 * u + u * u + a * (sqrt(width) + 8)) * n + s * (gain.abs() + 1)
+    off = (2 * v + v * v + a * (sqrt(width) + 8)) * n + s * (gain.abs() + 1)
     if call.residual is not None:
-        off = off + u * (expected["output"].abs() + off) + s
+        off = off + v * (expected["output"].abs() + off) + s
     return {"output": off}
 
 
