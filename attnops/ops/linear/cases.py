@@ -90,11 +90,12 @@ NORMS: Rows = {
 }
 
 
-def _norm(scene: Scene, offset: float = 0.0) -> Given:
+def _norm(scene: Scene) -> Given:
     source, columns, dtype = scene.source, scene.sizes["In"], scene.f.dtype
+    offset = scene.given.get("offset", 0.0)
     gain = (source.normal(columns, spread=0.2) + 1.0 - offset).to(dtype)
     x = source.normal(scene.sizes["T"], columns, dtype=dtype, spread=3.0)
-    return {"x": x, "weight": gain, "eps": 1e-5, "offset": offset}
+    return {"x": x, "weight": gain, "eps": 1e-5}
 
 
 CASES = {
