@@ -38,8 +38,8 @@ UNSEEN = {
         ("rms_norm", "wide_gain"),
     ),
 }
-"""Numbers that are small, that decide a shape or a rounding, or that the reference does not read; and
-lists that end, or are empty, without a length."""
+"""Numbers that are small, that decide a shape or a rounding, or that the reference does not read;
+and lists that end, or are empty, without a length."""
 
 
 def is_float(value):
