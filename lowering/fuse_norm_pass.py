@@ -38,10 +38,10 @@ def fuse_norm_pass(graph: fx.Graph | fx.GraphModule) -> tuple[NormCall, ...]:
             continue
         if isinstance(match, tuple):
             name, why = match
-            found.append(NormCall(name, ("norm",), refusal=why))
+            found.append(NormCall(name, refusal=why))
         else:
             found.append(NormCall(match.gain.name, match.parts, *fuse(match)))
         log.info("%s", found[-1])
-    if found:
+    if any(norm.parts for norm in found):
         finish_calls(graph, "kernels of norms")
     return tuple(found)

@@ -180,11 +180,11 @@ def twice(m, x, r):
 LEFT = {
     "norm is read": (norm_is_read, F32, ["norm"], "", 1),
     "sum with itself": (twice, F32, ["norm"], "", 1),
-    "wide is read": (wide_is_read, BF16, ["norm"], "reads it, too", 0),
-    "root is read": (root_is_read, F32, ["norm"], "reads it, too", 0),
-    "low precision": (in_low_precision, BF16, ["norm"], f"it is not computed in {F32}", 0),
-    "stays wide": (stays_wide, BF16, ["norm"], f"its result is {F32}, its input {BF16}", 0),
-    "written between": (written_between, F32, ["norm"], "writes one of its inputs in between", 0),
+    "wide is read": (wide_is_read, BF16, [""], "reads it, too", 0),
+    "root is read": (root_is_read, F32, [""], "reads it, too", 0),
+    "low precision": (in_low_precision, BF16, [""], f"it is not computed in {F32}", 0),
+    "stays wide": (stays_wide, BF16, [""], f"its result is {F32}, its input {BF16}", 0),
+    "written between": (written_between, F32, [""], "writes one of its inputs in between", 0),
     "gain": (gain_is_no_parameter, F32, [], "", 0),
     "broadcast": (
         lambda m, x, r: llama(m, x) + r[:1],

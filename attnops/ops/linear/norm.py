@@ -68,14 +68,14 @@ def rms_norm(
 ) -> Tensor:
     """The RMS norm of each row, plus a residual if one is given. No gradient.
 
-    The result is `residual + x * rsqrt(mean(x**2) + eps) * (offset + weight)`, computed in float32,
-    or in float64 of float64, and rounded to the dtype of `x` where transformers rounds it. The
-    normed row is rounded before its gain, and after it (Llama, GLM-4); with `wide_gain` or an
-    offset it is rounded after its gain alone (Gemma, OLMo 2, gpt-oss). The sum with the residual is
-    rounded once more. The formula is that of https://arxiv.org/abs/1910.07467.
+    The result is `residual + x * rsqrt(mean(x**2) + eps) * (offset + weight)`,
+    https://arxiv.org/abs/1910.07467, computed in float32, or in float64 of float64, and rounded to
+    the dtype of `x` where transformers rounds it: before the gain and after it (Llama, GLM-4), or
+    after it alone with `wide_gain` or an offset (Gemma, OLMo 2, gpt-oss), and once more after the
+    residual.
 
     Args:
-        x: `[..., In]`, float. The numbers of a row are next to each other in memory.
+        x: `[..., In]`, float.
         weight: `[In]`, the gain. All tensors have the dtype of `x`.
         eps: above 0.
         offset: what is added to the gain; 1 for the norms of Gemma.
