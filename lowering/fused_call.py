@@ -159,8 +159,8 @@ def _in_memory(value: torch.Tensor) -> list[int]:
 
     A model that norms its heads after it has transposed them gets them back transposed.
     """
-    dims = list(range(value.dim()))
-    if not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+    dims, sizes, strides = list(range(value.dim())), value.shape, value.stride()
+    if not all(isinstance(n, int) for n in (*sizes, *strides)):
         return dims
-    order = sorted(dims[:-1], key=lambda dim: (-value.stride(dim), -value.shape[dim]))
+    order = sorted(dims[:-1], key=lambda dim: (strides[dim], sizes[dim]), reverse=True)
     return order + dims[-1:]

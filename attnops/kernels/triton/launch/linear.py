@@ -116,7 +116,10 @@ def around_product(call: Linear) -> None:
     residual after it."""
     if call.output.numel() == 0:
         return
-    x = call.x if call.norm_weight is None else _normed(call)
+    x, gain, offset = call.x, call.norm_weight, call.norm_offset
+    if gain is not None:
+        x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _norm(call.x, gain, None, x, call.norm_eps, offset, offset != 0)
     if call.activation:
         _gate(call, product(x, call.weight, call.bias))
         return
@@ -129,14 +132,6 @@ def around_product(call: Linear) -> None:
         torch.addmm(residual, x, weight, out=output)
     else:
         torch.mm(x, weight, out=output)
-
-
-def _normed(call: Linear) -> Tensor:
-    gain, offset = call.norm_weight, call.norm_offset
-    assert gain is not None
-    out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
-    _norm(call.x, gain, None, out, call.norm_eps, offset, offset != 0)
-    return out
 
 
 def rms_norm(call: RmsNorm) -> None:
