@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..core.fx_effects import may_write, storages, writer
-from ..core.private_torch import FakeTensor
+from ..core.fx_effects import may_write, storages
+from ..ops.linear.record import LINEAR, Linear
 from ..ops.linear.reference import GATES
-from .graph_tools import arguments, facts_of, fake_of, is_parameter, linear_arguments
-from .patterns import call_of, norm_of, pairs, uncast
+from .graph_tools import facts_of, fake_of, is_parameter, linear_arguments
+from .matches import Match, against_inputs, gained_norm, readers, take_residual
+from .patterns import call_of, pairs
 
 ADAPTERS = ("_base_layer_", "_lora_")
 """In the names of weights: linears within an adapter of PEFT."""
 
 
-@dataclass
-class Match:
-    """A linear and the nodes around it that one call replaces.
-
-    last: the node whose value the call gives.
-    left: parts that are left as they are, and why.
-    """
+@dataclass(kw_only=True)
+class LinearMatch(Match):
+    """A linear and the nodes around it. norm: its gain, eps and offset."""
 
     node: fx.Node
-    x: Any
     weight: Any
     bias: Any
-    last: fx.Node
-    inner: set[fx.Node]
     norm: tuple[fx.Node, float, float] | None = None
     activation: str = ""
-    residual: fx.Node | None = None
-    left: list[str] = field(default_factory=list)
+
+    op = LINEAR
+    record = Linear
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -57,14 +52,13 @@ class Match:
             "residual": self.residual,
         }
 
-    def arguments(self, **changed: Any) -> dict[str, Any]:
-        """The arguments of the record, but for the output."""
+    @property
+    def numbers(self) -> dict[str, Any]:
         _, eps, offset = self.norm or (None, 0.0, 0.0)
-        numbers = {"norm_eps": eps, "norm_offset": offset, "activation": self.activation}
-        return {**self.inputs, **numbers, **changed}
+        return {"norm_eps": eps, "norm_offset": offset, "activation": self.activation}
 
 
-def match_linear(node: fx.Node) -> Match | str:
+def match_linear(node: fx.Node) -> LinearMatch | str:
     """The linear with the parts beside it, or the reason why it must be left as it is."""
     x, weight, bias = linear_arguments(node)
     parameters = [_unmerged(p) for p in (weight, bias) if p is not None]
@@ -74,17 +68,11 @@ def match_linear(node: fx.Node) -> Match | str:
         return "it is within an adapter"
     if fake_of(weight).numel() == 0:
         return "its weight has no numbers"
-    match = Match(node, x, weight, bias, node, {node})
+    match = LinearMatch(node=node, x=x, weight=weight, bias=bias, last=node, inner={node})
     _take_norm(match)
     _take_activation(match)
-    _take_residual(match)
-    inputs = {name: given for name, given in match.inputs.items() if given is not None}
-    for name, given in inputs.items():
-        if why := _unlike(fake_of(given), fake_of(weight)):
-            return f"{name} is {why}"
-    # The residual is read where the call will be, and the others are read before.
-    inputs.pop("residual", None)
-    return writer(min(match.inner), match.last, inputs.values(), fake_of) or match
+    take_residual(match)
+    return against_inputs(match, fake_of(weight)) or match
 
 
 def _unmerged(parameter: Any) -> Any:
@@ -98,45 +86,18 @@ def name_of(node: fx.Node) -> str:
     return str(_unmerged(linear_arguments(node)[1]))
 
 
-def _unlike(given: Any, weight: Tensor) -> str:
-    if type(given) is not FakeTensor:
-        return f"a {type(given).__name__}"
-    if (given.dtype, given.device) != (weight.dtype, weight.device):
-        return f"{given.dtype} on {given.device}, the weight {weight.dtype} on {weight.device}"
-    return ""
-
-
-def _gain(factor: Any) -> tuple[fx.Node, float, tuple[fx.Node, ...]] | None:
-    """(the parameter, the number added to it, the nodes) of the gain of a norm."""
-    if is_parameter(parameter := uncast(factor)):
-        return parameter, 0.0, (factor,) if factor is not parameter else ()
-    for offset, weight in pairs(factor, "add"):
-        if isinstance(offset, (int, float)) and is_parameter(parameter := uncast(weight)):
-            nodes = (factor, weight) if weight is not parameter else (factor,)
-            return parameter, float(offset), nodes
-    return None
-
-
-def _take_norm(match: Match) -> None:
-    if (norm := norm_of(match.x)) is None or (found := _gain(norm.gain)) is None:
+def _take_norm(match: LinearMatch) -> None:
+    if (norm := gained_norm(match.x)) is None:
         return
-    gain, offset, steps = found
-    x, parameter, nodes = fake_of(norm.x), fake_of(gain), norm.nodes | set(steps)
-    others = {user for node in nodes for user in node.users} - nodes - {match.node}
-    narrow = offset and any(fake_of(step).dtype != norm.dtype for step in steps)
-    like = {x.dtype, parameter.dtype} == {fake_of(match.weight).dtype}
-    if others:
-        match.left.append(f"norm: {min(others).name} reads it, too")
-    elif narrow or not norm.is_wide:
-        match.left.append(f"norm: it is not computed in {norm.dtype}")
-    elif not like or parameter.shape != x.shape[-1:]:
-        match.left.append(f"norm: of {x.dtype} by a gain of {parameter.dtype}")
-    else:
-        match.x, match.norm = norm.x, (gain, norm.eps, offset)
-        match.inner |= nodes
+    if why := norm.against(fake_of(match.weight).dtype, readers(norm.nodes) - {match.node}):
+        match.left.append(why)
+        return
+    match.x = norm.norm.x
+    match.norm = norm.gain, norm.norm.eps, norm.offset
+    match.inner |= norm.nodes
 
 
-def _take_activation(match: Match) -> None:
+def _take_activation(match: LinearMatch) -> None:
     """The activation of one half of the result, times the other half."""
     product, value = match.last, fake_of(match.last)
     if not (halves := _two_views(product)):
@@ -176,29 +137,3 @@ def _activation(node: fx.Node, gate: fx.Node) -> str:
     if name == "gelu":
         name += {"none": "", "tanh": "_tanh"}[str(more.pop("approximate", "none"))]
     return name if name in GATES and not more else ""
-
-
-def _take_residual(match: Match) -> None:
-    last, passed = match.last, set[fx.Node]()
-    while len(last.users) == 1:
-        [user] = last.users
-        same = uncast(user) is last and fake_of(user).dtype == fake_of(last).dtype
-        if same or _is_dropout(user):
-            last = user
-            passed.add(user)
-            continue
-        for one, other in pairs(user, "add"):
-            if one is not last or other is last or not isinstance(other, fx.Node):
-                continue
-            if facts_of(fake_of(other))[0] != facts_of(fake_of(last))[0]:
-                match.left.append("residual: of another shape or dtype")
-            else:
-                match.residual, match.last = other, user
-                match.inner |= {*passed, user}
-        return
-
-
-def _is_dropout(node: fx.Node) -> bool:
-    """Is it a dropout that is off?"""
-    _, _, training, inplace = arguments(node, "input", "p", "training", "inplace")
-    return call_of(node)[0] == "dropout" and training is False and not inplace

@@ -290,7 +290,7 @@ def test_gradients():
     assert torch.equal(grads[0][rows_of(forward, FOUR)], grads[1])
 
 
-OF_TOKENS = ("linear", "experts", "mxfp4_experts", "route")
+OF_TOKENS = ("linear", "rms_norm", "experts", "mxfp4_experts", "route")
 
 
 @pytest.mark.parametrize("op", ["merge_state", "merge_states", "sparse_mla_attention", *OF_TOKENS])

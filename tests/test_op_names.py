@@ -11,8 +11,8 @@ from tests.helpers import sources
 
 ROOMS = ("core", "measured", "tune", "bench", "cli", "testing", "lowering", "graphs")
 
-# Suites of the benchmark, a demo and passes have ops of their own, and configs a field of this
-# name.
+# Suites of the benchmark, a demo and passes have ops of their own, configs a field of this name,
+# and torch a function.
 NAMED = {
     "attnops.bench.decode",
     "attnops.bench.engines",
@@ -20,10 +20,11 @@ NAMED = {
     "attnops.bench.run",
     "attnops.cli.demo",
     "attnops.configs",
-    "attnops.lowering.fuse_norm_linear_pass",
     "attnops.lowering.fuse_rotated_write_pass",
     "attnops.lowering.fuse_rotation_pass",
     "attnops.lowering.linear_parts",
+    "attnops.lowering.norm_parts",
+    "attnops.lowering.patterns",
 }
 
 # Words that an argument has, too, and that mean something else here.
@@ -45,11 +46,13 @@ OTHER_WORDS = {
 # the rules of attention.
 NAMED_ARGUMENTS = {
     "attnops.core.tensors",
-    "attnops.lowering.fuse_norm_linear_pass",
     "attnops.lowering.fuse_rotated_write_pass",
+    "attnops.lowering.fused_call",
     "attnops.lowering.graph_tools",
     "attnops.lowering.linear_parts",
+    "attnops.lowering.matches",
     "attnops.lowering.merge_linears_pass",
+    "attnops.lowering.norm_parts",
     "attnops.lowering.patterns",
     "attnops.lowering.rotations",
 }

@@ -11,7 +11,7 @@ from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered
 from attnops.core.select import select_by
 from attnops.kernels.triton.launch.linear_tiles import MOST_ROWS
-from attnops.lowering.fuse_norm_linear_pass import ROWS
+from attnops.lowering.fused_call import ROWS
 from attnops.measured import MEASURED, Grid, Sizes, Table, costs, distance, place, scaled, work
 from attnops.ops.linear import timed as linears
 from attnops.ops.linear.counted import MOST_TIMED

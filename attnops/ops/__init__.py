@@ -15,6 +15,7 @@ from attnops.ops.latent.record import (
     rope_quantize_latent as rope_quantize_latent,
     write_latent as write_latent,
 )
+from attnops.ops.linear.norm import rms_norm as rms_norm
 from attnops.ops.linear.record import linear as linear
 from attnops.ops.metadata.record import (
     cu_seqlens as cu_seqlens,

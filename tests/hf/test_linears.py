@@ -197,6 +197,21 @@ def test_decode_steps_by_triton():
         assert {product.kernel for product in handle._paged.decoder().products} == {"triton"}
 
 
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("family", "alone"), [("gemma3", 1), ("olmo2", 3)])
+@interpreted
+def test_norms_of_recorded_layers_by_triton(family, alone):
+    """Those after attention and MLP with the residual; alone the last one, and OLMo 2's of all
+    queries and of all keys."""
+    model = tiny.model(family)
+    want = generated(model, *CALL)
+    with pretend(SM90), graphed(model, "auto", compile_after=99) as handle:
+        assert torch.equal(generated(model, *CALL), want)
+        assert handle.graphs.report().not_recorded == ""
+        [note] = [note for note in handle.report().notes if note.startswith("norms")]
+    assert f"{alone} norm by triton" in note and "2 norm + residual by triton" in note, note
+
+
 # Linears that become one --------------------------------------------------------------------------
 
 

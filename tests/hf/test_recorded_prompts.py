@@ -56,6 +56,15 @@ def test_mixtures(name):
         assert relative(captured, own) < 0.02
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "glm4", "olmo2"])
+def test_norms_after_attention_and_mlp_are_calls_with_their_residual(name):
+    """Alone are those before linears, which are torch's own here, or of all queries and keys."""
+    with attnops.use(kernel={"rms_norm": "reference"}), first(name) as pair:
+        assert ways(pair, [(3, 20, 1)] * 3) == ["", "captured", "captured"], pair.handle.report()
+        [note] = [note for note in pair.handle.report().notes if note.startswith("norms")]
+    assert "2 norm by reference, 2 norm + residual by reference" in note, note
+
+
 def test_prompts_that_are_not_captured_run_the_layers_of_the_model():
     with first() as pair:
         assert ways(pair, [(2, 40, 2)] * 3) == [""] * 3

@@ -265,5 +265,5 @@ CALLS |= {
         slack=FEW_KEYS,
     ),
     "copy_kv": made("copy_kv", copied(), features(), L=FEW, index=INDEX, latents=FLAG),
-    **{op: crossed(op) for op in ("linear", "experts", "mxfp4_experts", "route")},
+    **{op: crossed(op) for op in ("linear", "rms_norm", "experts", "mxfp4_experts", "route")},
 }

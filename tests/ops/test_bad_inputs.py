@@ -7,7 +7,7 @@ tests/test_docs.py. `BAD` lists calls that follow from no record.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,7 +84,8 @@ def refuses(bad: Bad, public: bool = True, others: Mapping[str, Any] | None = No
 # What records say ---------------------------------------------------------------------------------
 
 DTYPES = (torch.bool, U8, INT8, I32, I64, E4M3, E5M2, F16, BF16, F32, F64, torch.complex64)
-OWN_DIMS = {("attention", "mask"), *(("linear", name) for name in ("x", "residual", "output"))}
+ANY_DIMS = ("x", "residual", "output")
+OWN_DIMS = {("attention", "mask"), *product(("linear", "rms_norm"), ANY_DIMS)}
 OWN_DIMS |= {("experts", "gate_up"), ("mxfp4_experts", "gate_up"), ("mxfp4_experts", "down")}
 """Tensors of which public functions take other numbers of dims, or name the dims in other words."""
 
@@ -228,6 +229,7 @@ LEAST = {
     "paged_attention": f"page {ATTENTION}",
     "write_kv": "page",
     "copy_kv": "page",
+    "rms_norm": "In",
     "route": "E K",
     "sparse_mla_attention": f"{LATENTS_LEAST} H",
     "write_latent_packed": LATENTS_LEAST,
@@ -493,6 +495,19 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
         ({"group_best": 3}, "group_best: got 3, want <= 2, the experts of a group"),
         ({"eps": 1e-20}, "eps: got 1e-20, want 0, because normalize is False"),
         ({"dtype": I32}, "dtype: got int32, want float16"),
+    ],
+    "rms_norm": [
+        ({"x": torch.tensor(1.0)}, "x: got shape (), want [..., In]"),
+        ({"eps": 0.0}, "eps: got 0.0, want > 0"),
+        ({"weight": f(7)}, "weight.shape[0]: got 7, want 8 (In, as x.shape[1])"),
+        (
+            {"x": f(3, 2, 8), "output": None, "residual": f(6, 8)},
+            "residual: got shape (6, 8), want 3 dims, as x",
+        ),
+        (
+            {"x": f(3, 2, 8), "output": f(2, 3, 8).transpose(0, 1), "residual": None},
+            "output.stride(): got (8, 24, 1), want one dim in memory",
+        ),
     ],
     "linear": [
         ({"x": torch.tensor(1.0)}, "x: got shape (), want [..., In]"),

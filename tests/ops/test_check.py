@@ -35,10 +35,11 @@ UNSEEN = {
         ("decode_attention", "holes"),
         ("sparse_mla_attention", "topk_length"),
         ("vertical_slash_indexes", "slash_counts"),
+        ("rms_norm", "wide_gain"),
     ),
 }
-"""Numbers that are small, that decide a shape, or that the reference does not read; and lists that
-end, or are empty, without a length."""
+"""Numbers that are small, that decide a shape or a rounding, or that the reference does not read;
+and lists that end, or are empty, without a length."""
 
 
 def is_float(value):

@@ -18,6 +18,7 @@ MAY_REFUSE = {
     "decode_rows": {"q_heads"},
     "experts": {"last_dim_contiguous"},
     "linear": {"norm_weight", "last_dim_contiguous", "tokens"},
+    "rms_norm": {"in_features", "last_dim_contiguous"},
     "route": {"experts", "top_k"},
 }
 """Beside dtypes."""

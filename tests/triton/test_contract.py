@@ -43,6 +43,7 @@ DATA = (
 )
 RANDOM = dict.fromkeys((*ATTENTION, *DATA, "route"), 20) | {
     "linear": 15,
+    "rms_norm": 15,
     "experts": 12,
     "decode_attention": 12,
 }

@@ -62,6 +62,7 @@ CALLS = {
     "linear": (ROWS, lambda: make_call("linear", Source(1), 64, 330, 40, BF16, **ALL)),
     "linear of more rows": (ROWS, lambda: make_call("linear", Source(1), 70, 330, 40, BF16, **ALL)),
     "sums of rows": (ROWS, lambda: make_call("linear", Source(1), 70, 330, 1, F32)),
+    "rms_norm": (ROWS, lambda: make_call("rms_norm", Source(1), 64, 330, BF16, residual=True)),
     "experts": (ROWS, lambda: make_call("experts", Source(1), 40, (72, 20, 70, 5, 2), BF16, **OSS)),
     "mxfp4_experts": (
         ROWS,

@@ -36,6 +36,8 @@ CALLS = {
         ("x",),
         lambda: make_call("linear", Source(1), 1, 72, 40, BF16, norm=0.0),
     ),
+    "norm": (("x",), lambda: make_call("rms_norm", Source(1), 3, 48, BF16)),
+    "norm of an odd width": (("x",), lambda: make_call("rms_norm", Source(1), 3, 72, BF16)),
     "decode": (
         ("query", "key"),
         lambda: make_call("decode_attention", Source(1), (9, 12, 5), 16, F),

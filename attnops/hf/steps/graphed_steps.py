@@ -27,6 +27,7 @@ from attnops.hf.steps.reasons import HOOKED, callers_hooks, drawing, hooks_of_th
 from attnops.lowering import (
     Product,
     fuse_norm_linear_pass,
+    fuse_norm_pass,
     fuse_rotated_write_pass,
     fuse_rotation_pass,
     merge_linears_pass,
@@ -36,12 +37,18 @@ Passes = tuple[Callable[[Any], Any], ...]
 
 
 def passes_of(how: Decode, products: dict[Product, None]) -> Passes:
-    """The passes over the graph of a compiled step. products: takes the linears that they find."""
+    """The passes over the graph of a compiled or recorded step.
+
+    products: takes the linears that they find, and the norms that torch's own operations do not
+    compute.
+    """
     if not how.pack:
         return fuse_rotation_pass, fuse_rotated_write_pass
 
     def fuse(gm: Any) -> None:
         products.update(dict.fromkeys(fuse_norm_linear_pass(gm)))
+        norms = (norm for norm in fuse_norm_pass(gm) if norm.kernel != "aten")
+        products.update(dict.fromkeys(norms))
 
     return merge_linears_pass, fuse_rotation_pass, fuse_rotated_write_pass, fuse
 

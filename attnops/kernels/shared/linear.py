@@ -1,4 +1,4 @@
-"""What kernels of several backends take and cost, of linear layers."""
+"""What kernels of several backends take and cost, of linear layers and of norms alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from attnops.core.problem import Problem
 from attnops.measured.cost import multiply_us
 
 TAKES = frozenset({"bias", "norm_weight", "norm_eps", "norm_offset", "activation", "residual"})
+NORM_TAKES = frozenset({"offset", "wide_gain", "residual"})
 
 
 def product_us(p: Problem, rows: int) -> float:
@@ -13,3 +14,10 @@ def product_us(p: Problem, rows: int) -> float:
     numbers = p.in_features * p.out_features
     moved = p.dtype.itemsize * (numbers + rows * (p.in_features + p.out_features))
     return multiply_us(p, moved, 2.0 * rows * numbers)
+
+
+def norm_us(p: Problem) -> float:
+    """The rows of a norm alone, read and written once."""
+    rows = max(p.sizes.tokens.hint, 1)
+    moved = p.dtype.itemsize * rows * p.in_features * (2 + ("residual" in p.asks))
+    return multiply_us(p, moved, 0.0)

@@ -1,9 +1,9 @@
-"""`aten`: linear layers as the torch ops of transformers, lowered in place, so that the compiler
-fuses all but the product.
+"""`aten`: linear layers, and norms alone, as the torch ops of transformers, lowered in place, so
+that the compiler fuses all but the product.
 
 Every step is rounded where transformers rounds it: the norm is float32 and becomes the input's
-dtype before its gain, or after it where the gain has an offset (Gemma); product, activation and
-residual are in the input's dtype.
+dtype before its gain, or after it where the gain has an offset (Gemma) or is wide (OLMo 2);
+product, activation and residual are in the input's dtype.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from attnops.core.kernel import Inline, Kernel, deterministic, register
 from attnops.core.problem import Problem
 from attnops.core.record import changed
-from attnops.kernels.shared.linear import TAKES, product_us
+from attnops.kernels.shared.linear import NORM_TAKES, TAKES, norm_us, product_us
 from attnops.kernels.torch.by_request import by_token, register_by_token
 from attnops.ops.linear import reference as formulas
 
 if TYPE_CHECKING:
+    from attnops.ops.linear.norm import RmsNorm
     from attnops.ops.linear.record import Linear
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -30,17 +32,30 @@ def linear(call: Linear) -> None:
     """The torch ops of transformers."""
     x = call.x
     if call.norm_weight is not None:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + call.norm_eps)
-        if call.norm_offset:
-            x = (x * (call.norm_offset + call.norm_weight.to(x.dtype))).to(call.x.dtype)
-        else:
-            x = call.norm_weight * x.to(call.x.dtype)
+        x = _normed(x, call.norm_weight, call.norm_eps, call.norm_offset)
     y = F.linear(x, call.weight, call.bias)
     if call.activation:
         gate, up = formulas.saturated(y, y.dtype).chunk(2, -1)  # 0 times infinity is NaN
         y = formulas.GATES[call.activation](gate) * up
     call.output.copy_(y if call.residual is None else call.residual + y)
+
+
+def rms_norm(call: RmsNorm) -> None:
+    """The torch ops of transformers."""
+    y = _normed(call.x, call.weight, call.eps, call.offset, call.wide_gain)
+    call.output.copy_(y if call.residual is None else call.residual + y)
+
+
+def _normed(
+    x: Tensor, weight: Tensor, eps: float, offset: float, wide_gain: bool = False
+) -> Tensor:
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    if offset:
+        return (y * (offset + weight.to(y.dtype))).to(x.dtype)
+    if wide_gain:
+        return (weight * y).to(x.dtype)
+    return weight * y.to(x.dtype)
 
 
 def cost_us(p: Problem) -> float:
@@ -60,6 +75,12 @@ def _reference(call: Any) -> None:
 _by_token = by_token(formulas.linear)
 
 
+def norm_cost_us(p: Problem) -> float:
+    """A launch for each torch op, or for all where a compiler fuses them. Not measured."""
+    launches = 1 if p.step.compiled else 6 + len(p.asks & {"offset", "residual"})
+    return launches * (2.5 + norm_us(p))
+
+
 register(
     Kernel(
         "aten",
@@ -73,3 +94,16 @@ register(
     )
 )
 register_by_token("linear", _reference, TAKES, FLOATS, cost_us)
+register(
+    Kernel(
+        "aten",
+        "rms_norm",
+        rms_norm,
+        NORM_TAKES,
+        FLOATS,
+        cost_us=norm_cost_us,
+        inline=Inline(),
+        about="torch's own ops; the compiler fuses them",
+    )
+)
+register_by_token("rms_norm", by_token(formulas.rms_norm), NORM_TAKES, FLOATS, norm_cost_us)

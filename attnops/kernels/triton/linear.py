@@ -1,5 +1,6 @@
 """Linear layers. `triton`: up to 64 rows, with norm, activation and residual in the launch that
-reads the weight. `triton_aten`: more rows, torch's product between launches of these parts."""
+reads the weight. `triton_aten`: more rows, torch's product between launches of these parts. And
+norms alone, with their residual, in one launch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 
 from attnops.core.kernel import Kernel, arch_from, demand, one_of, register
 from attnops.core.problem import Problem, Refusal
-from attnops.kernels.shared.linear import TAKES, product_us
+from attnops.kernels.shared.linear import NORM_TAKES, TAKES, norm_us, product_us
 from attnops.kernels.triton.attention import PACKAGE, launched, own
 from attnops.kernels.triton.launch.linear_tiles import MOST_ROWS
 
@@ -66,6 +67,30 @@ own(
 
 MOST_COLUMNS = 16384
 """A program holds a row of the norm."""
+
+
+def _holds_a_row(p: Problem) -> bool:
+    return p.in_features <= MOST_COLUMNS
+
+
+def _norm_us(p: Problem) -> float:
+    """A launch, which takes longer than that of a compiler, whose launch may hold the neighbours,
+    too; not measured."""
+    return (4.0 if p.step.compiled else 2.5) + norm_us(p)
+
+
+own(
+    "rms_norm",
+    launched("linear", "rms_norm"),
+    _norm_us,
+    "attnops' own, a row a program",
+    NORM_TAKES,
+    needs=(
+        one_of("last_dim_contiguous", True),
+        demand("in_features", f"<= {MOST_COLUMNS}", _holds_a_row),
+    ),
+)
+
 LAUNCHED_US, FUSED_US = 1.5, 4.0
 """Of a part beside the product: a launch, and more than a compiler takes that fuses torch's own
 ops."""
@@ -83,15 +108,15 @@ def _many(p: Problem) -> bool:
     return p.sizes.tokens.lo > MOST_ROWS
 
 
+def _holds_its_norm(p: Problem) -> bool:
+    return "norm_weight" not in p.asks or _holds_a_row(p)
+
+
 def _has_parts(p: Problem) -> Refusal | None:
     if p.asks & {"norm_weight", "activation"}:
         return None
     want = "a norm or an activation: a product alone is left to aten"
     return Refusal("norm_weight", "no norm and no activation", want)
-
-
-def _holds_a_row(p: Problem) -> bool:
-    return "norm_weight" not in p.asks or p.in_features <= MOST_COLUMNS
 
 
 _AROUND = launched("linear", "around_product")
@@ -107,7 +132,7 @@ register(
             arch_from(80),
             one_of("last_dim_contiguous", True),
             demand("tokens", f"> {MOST_ROWS}: fewer are left to `triton`", _many),
-            demand("in_features", f"<= {MOST_COLUMNS}, with a norm", _holds_a_row),
+            demand("in_features", f"<= {MOST_COLUMNS}, with a norm", _holds_its_norm),
             _has_parts,
         ),
         packages=(PACKAGE,),

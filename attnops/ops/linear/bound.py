@@ -13,6 +13,12 @@ numbers are independent. With an activation, whose slope is below 1.13, of gate 
     delta(output) = 1.13 delta(y) (|z| + delta(z)) + |y| delta(z) + (3 u + 8 a) |y z|
 
 and with a residual r, delta(output) + u (|output| + |r|).
+
+A norm alone is rounded before its gain and after it, and once more with a residual. With v = 2 u,
+because a conversion to the dtype may cut off,
+
+    delta(n) = (2 v + v^2 + a (sqrt(In) + 8)) |n| + 2 s (|g| + 1)
+    delta(output) = delta(n) + v (|output| + delta(n)) + 2 s
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from math import sqrt
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnops.core.rounding import Allowed, Results, product, roundoff, step
 
@@ -30,8 +37,7 @@ def _linear(call: Any, expected: Results) -> Allowed:
     u = roundoff(dtype)
     a = min(u, roundoff(torch.float32))
     if call.norm_weight is not None:
-        gain = call.norm_weight.double() + call.norm_offset
-        x = x * gain * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.norm_eps)
+        x = x * _factor(x, call.norm_weight.double() + call.norm_offset, call.norm_eps)
     y, partial, sizes = product(
         x, call.weight.double().T, x.new_zeros(()) if call.bias is None else call.bias.double()
     )
@@ -44,4 +50,21 @@ def _linear(call: Any, expected: Results) -> Allowed:
     return {"output": off}
 
 
-BOUNDS = {"linear": _linear}
+def _rms_norm(call: Any, expected: Results) -> Allowed:
+    x, dtype, width = call.x.double(), call.x.dtype, call.x.shape[1]
+    v, s = 2 * roundoff(dtype), 2 * step(dtype)
+    a = min(roundoff(dtype), roundoff(torch.float32))
+    gain = call.weight.double() + call.offset
+    n = (x * _factor(x, gain, call.eps)).abs()
+    off = (2 * v + v * v + a * (sqrt(width) + 8)) * n + s * (gain.abs() + 1)
+    if call.residual is not None:
+        off = off + v * (expected["output"].abs() + off) + s
+    return {"output": off}
+
+
+def _factor(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """What the norm multiplies a row by."""
+    return gain * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+BOUNDS = {"linear": _linear, "rms_norm": _rms_norm}

@@ -1,4 +1,4 @@
-"""The cases of linear layers."""
+"""The cases of linear layers, and of norms that feed none."""
 
 from __future__ import annotations
 
@@ -59,4 +59,46 @@ def _layer(scene: Scene, outs: int, norm: float | None = None) -> Given:
     return {"x": x, "norm_weight": gain, "norm_eps": 1e-5} | ({"norm_offset": norm} if norm else {})
 
 
-CASES = {"linear": Grid("T In outs dtype", LINEARS, _layer)}
+OFFSET, WIDE = {"offset": 1.0}, {"wide_gain": True}
+FEW = (3, 48)
+NORMS: Rows = {
+    **at(
+        FEW,
+        {
+            "plain": {},
+            "offset": OFFSET,
+            "wide_gain": WIDE,
+            "residual": RES,
+            "offset_residual": OFFSET | RES,
+            "wide_gain_residual": WIDE | RES,
+        },
+    ),
+    "no_rows": (0, 48, RES),
+    "one_number": (1, 1, RES),
+    "float64": (*FEW, F64, RES),
+    **{
+        f"{name}-{rows}_rows": (rows, 300, BF16, *more)
+        for rows in (1, 65)
+        for name, more in (("bfloat16", ()), ("bfloat16_offset", (OFFSET | RES,)))
+    },
+    "bfloat16_wide_gain": (5, 2050, BF16, WIDE | RES),
+    "bfloat16_of_a_head": (24, 128, BF16),
+    "float16": (5, 300, F16, RES),
+    "float16_offset": (5, 2050, F16, OFFSET),
+    "float32_wide": (2, 4100, RES),
+    "too_wide": (2, 16400, BF16, RES),
+}
+
+
+def _norm(scene: Scene) -> Given:
+    source, columns, dtype = scene.source, scene.sizes["In"], scene.f.dtype
+    offset = scene.given.get("offset", 0.0)
+    gain = (source.normal(columns, spread=0.2) + 1.0 - offset).to(dtype)
+    x = source.normal(scene.sizes["T"], columns, dtype=dtype, spread=3.0)
+    return {"x": x, "weight": gain, "eps": 1e-5}
+
+
+CASES = {
+    "linear": Grid("T In outs dtype", LINEARS, _layer),
+    "rms_norm": Grid("T In dtype", NORMS, _norm),
+}

@@ -126,7 +126,7 @@ def linear(
             ("x", x, "[..., In]") if x.dim() == 0 else ("weight", weight, "[Out, In]")
         )
         fail(InvalidInput, field, f"shape {tuple(given.shape)}", want)
-    rows, given = _rows("x", x, x), _rows("output", output, x)
+    rows, given = rows_of("x", x, x), rows_of("output", output, x)
     if output is None:
         # A buffer of two dims, as the op has it: the compiler reads a view of one that is written
         # from memory again.
@@ -142,7 +142,7 @@ def linear(
             norm_eps=norm_eps,
             norm_offset=norm_offset,
             activation=activation,
-            residual=_rows("residual", residual, x),
+            residual=rows_of("residual", residual, x),
             policy=key_for("linear", kernel),
             output=given,
         )
@@ -150,7 +150,7 @@ def linear(
     return given.view(*x.shape[:-1], given.shape[-1]) if output is None else output
 
 
-def _rows(field: str, given: Any, x: Tensor) -> Any:
+def rows_of(field: str, given: Any, x: Tensor) -> Any:
     """`given` `[..., C]` as `[T, C]`, its leading dims being those of `x`; a view, for the output
     is written."""
     if not isinstance(given, Tensor) or given.dim() == x.dim() == 2:

@@ -1,5 +1,6 @@
 """Device functions: a linear layer of few rows, with the RMS norm before it, and the gated
-activation and the residual after it. And these parts alone, around torch's product of many rows.
+activation and the residual after it. And these parts alone, around torch's product of many rows,
+or of a norm that feeds no linear.
 
 The norm is linear in its factor: `(x * gain) @ weight.T * rsqrt(mean(x**2) + eps)`. The sum of
 squares is taken along the product's loop.
@@ -255,29 +256,39 @@ def few_rows(
 def norm_rows(
     x_ptr,
     gain_ptr,
+    res_ptr,
     out_ptr,
     eps,
     offset,
     x_t,
+    res_t,
+    res_n,
     out_t,
+    out_n,
     IN: constexpr,
     BLOCK: constexpr,
-    SHIFTED: constexpr,
+    WIDE: constexpr,
     OVERLAP: constexpr,
 ):
-    """Grid: rows. The RMS norm of a row, rounded where transformers rounds it: before its gain, or
-    after it where the gain has an offset (SHIFTED)."""
+    """Grid: rows. The RMS norm of a row, and the residual, rounded where transformers rounds them:
+    the norm before its gain and after it, or after it alone (WIDE)."""
     await_previous(OVERLAP)
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = k < IN
+    inside, column = k < IN, k.to(tl.int64)
+    dtype: constexpr = out_ptr.dtype.element_ty
     x = floats(x_ptr + row * x_t + k, inside)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / IN + eps)
+    # Ahead of the sum, so that the end of a program does not wait for them.
     gain = floats(gain_ptr + k, inside)
-    if SHIFTED:
+    if res_ptr is not None:
+        residual = floats(res_ptr + row * res_t + column * res_n, inside)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / IN + eps)
+    if WIDE:
         y *= offset + gain
     else:
-        y = y.to(out_ptr.dtype.element_ty).to(tl.float32) * gain
-    tl.store(out_ptr + row * out_t + k, y, mask=inside)
+        y = y.to(dtype).to(tl.float32) * gain
+    if res_ptr is not None:
+        y = y.to(dtype).to(tl.float32) + residual
+    tl.store(out_ptr + row * out_t + column * out_n, y, mask=inside)
 
 
 @triton.jit

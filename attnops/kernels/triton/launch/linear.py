@@ -25,14 +25,15 @@ from attnops.kernels.triton.device import linear as device
 from attnops.kernels.triton.launch import linear_tiles as tiles
 
 if TYPE_CHECKING:
+    from attnops.ops.linear.norm import RmsNorm
     from attnops.ops.linear.record import Linear
 
 ALIGNED = 16
 """Bytes. The tensor memory accelerator takes addresses and strides that are multiples of it."""
 GATED = 1024
 """Results of a program of `gate_rows`."""
-WIDE = 2048
-"""Columns from which a norm takes eight warps."""
+NARROW, WIDE = 512, 2048
+"""Columns up to which a norm takes one warp, and from which it takes eight."""
 
 
 def linear(call: Linear, choice: tiles.Tile | None = None) -> None:
@@ -115,7 +116,10 @@ def around_product(call: Linear) -> None:
     residual after it."""
     if call.output.numel() == 0:
         return
-    x = call.x if call.norm_weight is None else _normed(call)
+    x, gain, offset = call.x, call.norm_weight, call.norm_offset
+    if gain is not None:
+        x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        _norm(call.x, gain, None, x, call.norm_eps, offset, offset != 0)
     if call.activation:
         _gate(call, product(x, call.weight, call.bias))
         return
@@ -130,24 +134,51 @@ def around_product(call: Linear) -> None:
         torch.mm(x, weight, out=output)
 
 
-def _normed(call: Linear) -> Tensor:
-    x, gain = call.x, call.norm_weight
-    assert gain is not None
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def rms_norm(call: RmsNorm) -> None:
+    """One launch. A row's program knows nothing of the others, so that its bits do not follow the
+    batch."""
+    if call.output.numel() == 0:
+        return
+    x = steady(call.x) if deterministic(call.policy) else call.x
+    wide = call.wide_gain or call.offset != 0
+    _norm(x, call.weight, call.residual, call.output, call.eps, call.offset, wide)
+
+
+def _norm(
+    x: Tensor,
+    gain: Tensor,
+    residual: Tensor | None,
+    output: Tensor,
+    eps: float,
+    offset: float,
+    wide: bool,
+) -> None:
+    """Write the norms of the rows. wide: they are rounded after the gain alone."""
     rows, width = x.shape
+    res_strides = (0, 0) if residual is None else residual.stride()
+    warps = 1 if width <= NARROW else 4 if width < WIDE else 8
     launch(
         device.norm_rows,
         (rows,),
         {
             "IN": width,
             "BLOCK": power(width),
-            "SHIFTED": call.norm_offset != 0,
-            **overlapped(overlaps(x.device)),
+            "WIDE": wide,
+            **overlapped(overlaps(output.device)),
         },
-        (x, gain.contiguous(), out, call.norm_eps, call.norm_offset, x.stride(0), out.stride(0)),
-        8 if width >= WIDE else 4,
+        (
+            x,
+            flat(gain),
+            residual,
+            output,
+            eps,
+            offset,
+            x.stride(0),
+            *res_strides,
+            *output.stride(),
+        ),
+        warps,
     )
-    return out
 
 
 def _gate(call: Linear, y: Tensor) -> None:
