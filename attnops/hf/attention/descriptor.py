@@ -25,7 +25,7 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import FakeTensor, assert_async, capturing, count_dispatch_modes
 from attnops.core.problem import _OVERRIDE
 from attnops.hf.attention import packed
-from attnops.hf.generation import current_generation, on_host
+from attnops.hf.generation import Generation, current_generation, on_host
 
 FIELDS = 4
 DTYPE = torch.int64
@@ -336,7 +336,7 @@ def padding_of(
     known = torch.zeros(rows, dtype=torch.int64, device="cpu")
     shown = None if mask is None else _zeros_of(on_host(mask), columns)
     read = _run(request._replace(attention_mask=shown), known, columns)
-    return _checked(request, pages.pad, _Read(0, known, *read))
+    return _checked(request, pages.pad, _Read(0, known, *read), current_generation())
 
 
 def _zeros_of(shown: Tensor, columns: int) -> Tensor | None:
@@ -377,7 +377,7 @@ def _read_padding(request: Request, own: Tensor) -> tuple[Tensor, list[int]]:
         fits = high <= request.kv_length
         assert_async((run & _same(start, known, seen)).all() & fits, _STOP)
         return start, []
-    return _checked(request, own, _on_host(request, known, seen))
+    return _checked(request, own, _on_host(request, known, seen), generation)
 
 
 def _known(request: Request, own: Tensor) -> Tensor:
@@ -388,10 +388,11 @@ def _known(request: Request, own: Tensor) -> Tensor:
     return own[:batch]
 
 
-def _checked(request: Request, own: Tensor, read: _Read) -> tuple[Tensor, list[int]]:
+def _checked(
+    request: Request, own: Tensor, read: _Read, generation: Generation | None
+) -> tuple[Tensor, list[int]]:
     """As `_read_padding`, of what the host has read. Raises InvalidInput."""
     starts = _checked_padding(read, request)
-    generation = current_generation()
     if generation is not None:
         generation.checked = own
     if read.start.device == own.device:
