@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from .fused_call import against_calls, finish_calls, fuse
 from .graph_tools import graph_of, log
 from .linear_parts import match_linear, name_of
-from .products import Product as Product, summary as summary
+from .products import Product as Product
 
 
 def fuse_norm_linear_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Product, ...]:

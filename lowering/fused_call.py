@@ -77,9 +77,10 @@ def _decide(match: Match) -> Decision | str:
     with x.fake_mode, enable_python_dispatcher():
         given = {name: None if n is None else fake_of(n) for name, n in match.inputs.items()}
         width = fake_of(match.last).shape[-1]
-        rows = given["x"] = x.reshape(-1, x.shape[-1])
+        order = _order(match)
+        rows = given["x"] = x.permute(order).reshape(-1, x.shape[-1])
         if given["residual"] is not None:
-            given["residual"] = given["residual"].reshape(-1, width)
+            given["residual"] = given["residual"].permute(order).reshape(-1, width)
         output = rows.new_empty((rows.shape[0], width))
         call = match.record(**match.arguments(**given), output=output, policy=policy)
         try:
@@ -116,7 +117,7 @@ def _replace(match: Match, policy: str) -> str:
     Returns the reason where the result would differ in more than its numbers, or "".
     """
     last, value, new = match.last, fake_of(match.x), NewNodes(match.last)
-    order = _in_memory(fake_of(last))
+    order = _order(match)
     moved = order != sorted(order)
 
     def rows(node: fx.Node | None) -> Any:
@@ -153,12 +154,19 @@ def _replace(match: Match, policy: str) -> str:
     return ""
 
 
-def _in_memory(value: torch.Tensor) -> list[int]:
-    """The dims of a result in the order in which they lie in memory, as far as that is known and
-    the last one stays last.
+def _order(match: Match) -> list[int]:
+    """The dims of the input in the order in which they become rows: that of the result in memory,
+    where the input lies as it does and no copy is made, else as they are.
 
     A model that norms its heads after it has transposed them gets them back transposed.
     """
+    value, order = fake_of(match.x), _in_memory(fake_of(match.last))
+    return order if _in_memory(value) == order else list(range(value.dim()))
+
+
+def _in_memory(value: torch.Tensor) -> list[int]:
+    """The dims in the order in which they lie in memory, as far as that is known and the last one
+    stays last."""
     dims, sizes, strides = list(range(value.dim())), value.shape, value.stride()
     if not all(isinstance(n, int) for n in (*sizes, *strides)):
         return dims

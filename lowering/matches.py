@@ -80,8 +80,10 @@ class GainedNorm:
             return f"norm: {min(others).name} reads it, too"
         if narrow or not self.norm.is_wide:
             return f"norm: it is not computed in {self.norm.dtype}"
-        if {x.dtype, gain.dtype} != {dtype} or gain.shape != x.shape[-1:]:
+        if {x.dtype, gain.dtype} != {dtype}:
             return f"norm: of {x.dtype} by a gain of {gain.dtype}"
+        if gain.shape != x.shape[-1:]:
+            return f"norm: of {list(x.shape)} by a gain of {list(gain.shape)}"
         return ""
 
 

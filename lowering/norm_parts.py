@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ from torch import fx
 
 from ..ops.linear.norm import RMS_NORM, RmsNorm
 from .graph_tools import fake_of
-from .matches import Match, against_inputs, gained_norm, readers, take_residual
-from .patterns import call_of, uncast
+from .matches import GainedNorm, Match, against_inputs, gained_norm, readers, take_residual
+from .patterns import call_of, pairs, uncast
 
-LAST = ("mul", "rms_norm")
+ENDS = ("mul", "rms_norm")
 """The calls that may end a norm: the product with its gain, and torch's own norm."""
 
 
@@ -45,7 +45,7 @@ class NormMatch(Match):
 def match_norm(node: fx.Node) -> NormMatch | tuple[str, str] | None:
     """The norm that ends here, with its residual; or its gain's name and the reason why it must be
     left as it is. None: no norm ends here."""
-    if call_of(node)[0] not in LAST or (found := gained_norm(node)) is None:
+    if call_of(node)[0] not in ENDS or (found := gained_norm(node)) is None:
         return None
     norm, dtype = found.norm, fake_of(found.norm.x).dtype
     last = _rounded(node, dtype)
@@ -54,19 +54,36 @@ def match_norm(node: fx.Node) -> NormMatch | tuple[str, str] | None:
         return found.gain.name, why
     if fake_of(last).dtype != dtype:
         return found.gain.name, f"norm: its result is {fake_of(last).dtype}, its input {dtype}"
-    match = NormMatch(
+    before = _before_gain(node, found)
+    if before not in (dtype, norm.dtype) or (found.offset and before != norm.dtype):
+        return found.gain.name, f"norm: it is rounded to {before} before its gain"
+    alone = NormMatch(
         x=norm.x,
         last=last,
         inner=inner,
         gain=found.gain,
         eps=norm.eps,
         offset=found.offset,
-        wide_gain=dtype != norm.dtype and (last is not node or call_of(node)[0] == "rms_norm"),
+        wide_gain=before == norm.dtype != dtype,
     )
-    take_residual(match)
-    if why := against_inputs(match, fake_of(match.gain)):
+    weight = fake_of(found.gain)
+    if why := against_inputs(alone, weight):
         return found.gain.name, why
+    match = replace(alone, inner={*inner}, left=[])
+    take_residual(match)
+    if why := against_inputs(match, weight):
+        alone.left.append(f"residual: {why}")
+        return alone
     return match
+
+
+def _before_gain(node: fx.Node, found: GainedNorm) -> torch.dtype:
+    """The dtype of what the gain multiplies."""
+    if call_of(node)[0] == "rms_norm":
+        return found.norm.dtype
+    factors = (y for gain, y in pairs(node, "mul") if gain is found.norm.gain)
+    dtype: torch.dtype = fake_of(next(factors)).dtype
+    return dtype
 
 
 def _rounded(node: fx.Node, dtype: torch.dtype) -> fx.Node:

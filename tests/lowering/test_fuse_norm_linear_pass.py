@@ -14,7 +14,7 @@ import attnops
 from attnops.core.op import not_lowered
 from attnops.core.problem import Target, pretend
 from attnops.lowering import fuse_norm_linear_pass
-from attnops.lowering.fuse_norm_linear_pass import summary
+from attnops.lowering.products import summary
 from attnops.ops.linear.record import LINEAR
 from tests.lowering.models import Passing
 
@@ -445,3 +445,23 @@ def test_more_rows_have_a_kernel_where_no_compiler_fuses(shape, dynamic, lowered
         torch.compile(layer.to(BF16).eval(), backend=backend)(x)
     [product] = found
     assert (product.parts, product.kernel) == (("norm", "linear"), kernel)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_residual_that_is_transposed_costs_no_copy(apart):
+    """The input would be copied to the order of the residual, or has no rows for the kernel."""
+    found, product = [], nn.Linear(32, 32, bias=False, dtype=BF16)
+    x = torch.randn(2, 3, 4, 64, dtype=BF16) if apart else torch.randn(2, 4, 3, 32, dtype=BF16)
+
+    def body(x, r):
+        return r.transpose(1, 2) + product(x[..., ::2].transpose(1, 2) if apart else x)
+
+    def backend(gm, _):
+        with pretend(Target("cuda", 90, assume=("triton",))):
+            found.extend(fuse_norm_linear_pass(gm))
+        return lambda *given: (torch.zeros(()),)
+
+    torch._dynamo.reset()
+    with torch.no_grad(), attnops.use(kernel={"linear": "triton"}):
+        torch.compile(body, backend=backend)(x, torch.randn(2, 3, 4, 32, dtype=BF16))
+    assert not found[0].kernel and found[0].refusal

@@ -33,7 +33,22 @@ from tests.lowering.test_fuse_norm_linear_pass import (
 K = 16
 F32, BF16 = torch.float32, torch.bfloat16
 SM90 = Target("cuda", 90, assume=("triton",))
-NORMS = {norm.__name__: norm for norm in (llama, gpt_oss, gemma, other_orders, by_power, torchs)}
+
+
+def rounded_before(m, x, r=None):
+    """Its gain is wide, and what it multiplies is not."""
+    return (m.gain.to(F32) * llama_scaled(x)).to(x.dtype)
+
+
+def llama_scaled(x):
+    wide = x.to(F32)
+    return (wide * root(wide)).to(x.dtype)
+
+
+NORMS = {
+    norm.__name__: norm
+    for norm in (llama, gpt_oss, gemma, other_orders, by_power, torchs, rounded_before)
+}
 
 
 class Replacing(Passing):
@@ -127,6 +142,13 @@ def test_heads_that_are_transposed_stay_transposed(shape):
     assert used(layer, shape=shape).calls_of_it == 1
 
 
+def test_columns_that_are_apart_keep_torchs_operations():
+    """The rows of such heads, in the order in which they lie, are no rows for the kernel."""
+    layer = Layer(lambda m, x, r: llama(m, x[..., ::2].transpose(1, 2)))
+    backend = used(layer, shape=(2, 3, 4, 2 * K))
+    assert backend.calls_of_it == 0 and [norm.kernel for norm in backend.norms] == ["aten"]
+
+
 # What is left -------------------------------------------------------------------------------------
 
 
@@ -160,6 +182,16 @@ def written_between(m, x, r):
     return m.gain * (x * scale)
 
 
+def residual_is_late(m, x, r):
+    y = llama(m, x)
+    x.add_(1)
+    return y + r
+
+
+def offset_is_wide_alone(m, x, r):
+    return ((1.0 + m.gain.to(F32)) * llama_scaled(x)).to(x.dtype)
+
+
 def gain_is_no_parameter(m, x, r):
     return (m.gain * 2) * (x * root(x))
 
@@ -185,6 +217,8 @@ LEFT = {
     "low precision": (in_low_precision, BF16, [""], f"it is not computed in {F32}", 0),
     "stays wide": (stays_wide, BF16, [""], f"its result is {F32}, its input {BF16}", 0),
     "written between": (written_between, F32, [""], "writes one of its inputs in between", 0),
+    "residual behind a write": (residual_is_late, F32, ["norm"], "residual: add_ writes", 1),
+    "offset": (offset_is_wide_alone, BF16, [""], f"rounded to {BF16} before its gain", 0),
     "gain": (gain_is_no_parameter, F32, [], "", 0),
     "broadcast": (
         lambda m, x, r: llama(m, x) + r[:1],

@@ -56,7 +56,7 @@ from attnops.hf.steps.options import Decode
 from attnops.hf.steps.prompt import PROMPT, Prompts
 from attnops.hf.steps.reasons import runs_hooks
 from attnops.lowering import Product
-from attnops.lowering.fuse_norm_linear_pass import summary
+from attnops.lowering.products import summary
 
 
 class Decoder:

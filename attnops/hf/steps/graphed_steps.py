@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from attnops.core.errors import SideEffect, fail
+from attnops.core.op import is_lowered
 from attnops.graphs import Buckets, Graphed, breakable
 from attnops.graphs.buckets import decode_sizes
 from attnops.graphs.kinds import Kinds, PerKind
@@ -39,16 +40,18 @@ Passes = tuple[Callable[[Any], Any], ...]
 def passes_of(how: Decode, products: dict[Product, None]) -> Passes:
     """The passes over the graph of a compiled or recorded step.
 
-    products: takes the linears that they find, and the norms that torch's own operations do not
-    compute.
+    products: takes the linears that they find, and the norms but for those that torch's own
+    operations compute, or that are left to a compiler.
     """
     if not how.pack:
         return fuse_rotation_pass, fuse_rotated_write_pass
 
     def fuse(gm: Any) -> None:
         products.update(dict.fromkeys(fuse_norm_linear_pass(gm)))
-        norms = (norm for norm in fuse_norm_pass(gm) if norm.kernel != "aten")
-        products.update(dict.fromkeys(norms))
+        for norm in fuse_norm_pass(gm):
+            left = not norm.kernel and is_lowered()
+            if norm.kernel != "aten" and not left:
+                products[norm] = None
 
     return merge_linears_pass, fuse_rotation_pass, fuse_rotated_write_pass, fuse
 
