@@ -166,7 +166,9 @@ class Buckets:
     def _captured(self) -> tuple[Bucket, ...]:
         """All buckets, dropped ones included, in the order of search."""
         plain = self._plain
-        return (*plain, *(replace(b, shared=True) for b in plain))
+        # One request shares its pages with no other.
+        several = (bucket for bucket in plain if bucket.requests > 1)
+        return (*plain, *(replace(bucket, shared=True) for bucket in several))
 
     @property
     def _plain(self) -> tuple[Bucket, ...]:
@@ -228,8 +230,9 @@ class Buckets:
         found = self._fitting(kind, tokens, requests, queries, shared)
         if found is not None or self.over == "eager":
             return found
+        batch = f"{kind} shared" if shared else kind
         if kind == "mixed" and self.tokens and requests > self.rows:
-            fail(BatchTooLarge, kind, "requests", requests, self.rows)
+            fail(BatchTooLarge, batch, "requests", requests, self.rows)
         field = "tokens" if kind == "mixed" else "requests"
         largest = max(
             (
@@ -239,7 +242,7 @@ class Buckets:
             ),
             default=0,
         )
-        fail(BatchTooLarge, kind, field, tokens if kind == "mixed" else requests, largest)
+        fail(BatchTooLarge, batch, field, tokens if kind == "mixed" else requests, largest)
 
     def _fitting(
         self, kind: Kind, tokens: int, requests: int, queries: int, shared: bool

@@ -382,6 +382,8 @@ class Graphed(Options):
             watched = {f"cache.pages[{i}]": t for i, t in enumerate(pools)}
             watched |= {f"state[{i}]": t for i, t in enumerate(self.state)}
             self._inputs = Inputs(self, values, watched)
+        if self.batch is not None and values[self.batch].shared is not None:
+            self._inputs.make_shared()  # on the caller's stream, as all buffers
         return self.graphs, self._inputs
 
     def _device_of(self, values: Values) -> torch.device:

@@ -95,8 +95,10 @@ class Inputs:
         first, *others = made
         self._batch = replace(first, others=tuple(others))
 
-    def _make_shared(self) -> None:
-        """The buffers of a shared prefix, see `SharedPrefix`."""
+    def make_shared(self) -> None:
+        """Make the buffers of a shared prefix, see `SharedPrefix`, if there are none."""
+        if self._shared:
+            return
         requests = len(self._ones) - 1
         width, zeros = self.widths[0], self._ones.new_zeros
         with ordinary():
@@ -231,8 +233,6 @@ class Inputs:
 
     def clear(self, bucket: Bucket) -> None:
         """Make all rows padding rows, for warm-up and capture."""
-        if bucket.shared and not self._shared:
-            self._make_shared()
         null = self._null(bucket)
         for r in self._buffers():
             r.tensor.fill_(r.pad or 0)

@@ -79,13 +79,11 @@ __all__ = [
     "dtypes",
     "extent_at_least",
     "extent_at_most",
-    "fits_a_graph",
     "kernel_names",
     "kernels_of",
     "multiple_of",
     "one_of",
     "register",
-    "replanned",
     "without",
 ]
 

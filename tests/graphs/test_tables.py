@@ -29,9 +29,10 @@ def windowed(mode, buckets=BUCKETS, **more):
     torch.manual_seed(0)
     model = Windowed(WINDOWS, cached(len(WINDOWS)).table_of).eval()
     pair = Pair(mode, buckets, model, cached=cached, **more)
-    # Its numbers are multiplied by nobody's weights, but they have to be numbers.
-    for pool in pools(pair.cache, pair.twin):
-        pool[0] = 0
+    if buckets.padding == "null":
+        # Its numbers are multiplied by nobody's weights, but they have to be numbers.
+        for pool in pools(pair.cache, pair.twin):
+            pool[0] = 0
     return pair
 
 
