@@ -18,7 +18,9 @@ from transformers import (
 import attnops
 from attnops.core.kernel import fits_a_graph, kernels_of, replanned
 from attnops.core.problem import Target, pretend
+from attnops.hf.cache import paged_cache
 from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.step_plans import StepPlans
 from tests.hf.decoding import Beside, how, logits
 from tests.hf.helpers import relative
 from tests.standins import flashinfer_modules
@@ -155,7 +157,7 @@ def test_a_step_over_the_same_pages_has_no_new_plan(monkeypatch):
     plan_step = ModelPages.plan_step
 
     def spy(self, rows, live):
-        waited.append(live > 0 and self._known is None)
+        waited.append(live > 0 and self.lengths is None)
         plan_step(self, rows, live)
 
     monkeypatch.setattr(ModelPages, "plan_step", spy)
@@ -223,3 +225,82 @@ def test_a_capture_by_hand_takes_another_kernel():
     with replanned(True):
         assert fits_a_graph(kernel)
         assert not fits_a_graph(kernels_of("plan_paged_attention")["flashinfer"])
+
+
+@contextmanager
+def stepped(model, kernel, mode="breakable"):
+    """A patched model, the step after a prompt of 12 tokens of two rows, and the tokens."""
+    ids = torch.randint(3, 90, (2, 160), generator=torch.Generator().manual_seed(0))
+    with patched(model, mode, kernel=kernel) as pair, torch.no_grad():
+        cache = pair.handle.new_cache(2, 200)
+        with attnops.use(prefer=("flashinfer", "reference")):
+            pair.model(ids[:, :12], past_key_values=cache, use_cache=True)
+
+        def step(at, rows=2):
+            return pair.handle.step(ids[:rows, at : at + 1], cache).clone()
+
+        yield pair, cache, step
+
+
+PLANNED, UNPLANNED = {"prefer": ("flashinfer", "reference")}, {"kernel": "reference"}
+
+
+def test_policies_in_turn():
+    """Graphs without plans count tokens, too, and change no version of a counter."""
+    found = []
+    for first in (PLANNED, UNPLANNED):
+        with stepped(llama(), None) as (pair, _, step):
+            out = []
+            for at in range(12, 84):
+                with attnops.use(**(UNPLANNED if at // 6 % 2 else first)):
+                    out.append(step(at))
+            assert bool(pair.ran["decode.run"]) == (first is PLANNED)
+            found.append(torch.cat(out, 1).float())
+    assert max(relative(*each) for each in zip(*(x.unbind(1) for x in found), strict=True)) < LIMIT
+
+
+def test_steps_captured_by_hand(monkeypatch):
+    """A step in a graph of the caller's has no plan, and its replays are seen."""
+    with stepped(llama(), None) as (pair, cache, step), attnops.use(**PLANNED):
+        given = {"past_key_values": cache, "use_cache": True}
+        ids = torch.randint(3, 90, (2, 40))
+        step(12)
+        plans = pair.ran["decode.plan"]
+        with monkeypatch.context() as patch:
+            patch.setattr(paged_cache, "capturing", lambda t: True)
+            pair.model(ids[:, :1], **given)
+        assert pair.ran["decode.plan"] == plans
+        made, make = [], StepPlans.make
+
+        def spy(self, *args):
+            made.append(args[-1])
+            make(self, *args)
+
+        monkeypatch.setattr(StepPlans, "make", spy)
+        pages = cache.state.pages
+        for _ in range(3):
+            version = pages.seen._version
+            step(13)
+            with torch.autograd._unsafe_preserve_version_counter(pages.seen):
+                pages.seen.add_(1)  # as a replay does
+            assert pages.seen._version == version
+        assert made == [[15] * 2, [17] * 2, [19] * 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_of_one_token(mode):
+    ids = torch.tensor([[5], [6]])
+    given = {
+        "max_new_tokens": 8,
+        "min_new_tokens": 8,
+        "do_sample": False,
+        "logits_processor": [Forced()],
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    with patched(llama(), mode) as pair:
+        got, want = (
+            torch.stack(model.generate(ids, **given).logits).float()
+            for model in (pair.model, pair.twin)
+        )
+        assert relative(got, want) < LIMIT

@@ -27,6 +27,7 @@ from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.private_torch import count_dispatch_modes
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import (
+    _ACTIVE,
     active_policy,
     decode_us,
     key_for,
@@ -104,6 +105,13 @@ def layer_of(layer: Problem) -> Layer:
     return Layer((keys, values), layer.rules.window[0] + 1)
 
 
+class Lengths(NamedTuple):
+    """Tokens of each row, and the versions of the counters that say so."""
+
+    versions: tuple[int, int]
+    rows: list[int]
+
+
 class ModelPages(Pages):
     """Pages for `sizes.rows` requests of `sizes.length` tokens, and the counters of the batch. All
     tensors keep their addresses.
@@ -119,6 +127,10 @@ class ModelPages(Pages):
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
     known_plans: what `plans` found, by the policy.
     begun: kinds of steps whose kernels have begun to be compiled.
+    lengths: tokens of each row, as the host knows them. Whoever replays a graph that counts tokens,
+        which changes no version, sets it to None.
+    captured: did the caller capture a step? Nobody is told of its replays, so lengths are read
+        before each planned step.
     counters: the tensors that a step writes besides keys, values and latents.
     """
 
@@ -150,9 +162,9 @@ class ModelPages(Pages):
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
         self.known_plans: dict[str, StepPlans | None] = {}
-        # The tokens of each row as the host knows them, with `_versions`, and those after the step
-        # under way.
-        self._known: tuple[tuple[int, int], list[int]] | None = None
+        self.lengths: Lengths | None = None
+        self.captured = False
+        # The tokens of each row after the step under way.
         self._after: list[int] = []
         self.one_launch()
         with ordinary():
@@ -211,7 +223,7 @@ class ModelPages(Pages):
         It is taken where its kernel costs less than rotation, write and attention together, or is
         forced; and never where the kernel of attention is forced.
         """
-        key = active_policy()
+        key = _ACTIVE.key
         if key not in self._one_launch:
             if torch.compiler.is_compiling():
                 return ()
@@ -225,7 +237,7 @@ class ModelPages(Pages):
 
         A kernel that reads one is taken where it is forced, preferred, or the fastest.
         """
-        key = active_policy()
+        key = _ACTIVE.key
         if key not in self.known_plans:
             # Modes may be those of a capture, or make tensors without memory.
             if torch.compiler.is_compiling() or count_dispatch_modes():
@@ -273,17 +285,18 @@ class ModelPages(Pages):
         plans = self.plans()
         if plans is None:
             return
-        known, self._known = self._known, None  # until the step is done
-        if known is not None and known[0] == self._versions() and len(known[1]) == live:
-            before = known[1]
-        else:
+        known, self.lengths = self.lengths, None  # until the step is done
+        if known is None or known.versions != self._versions() or len(known.rows) != live:
             before = (self.seen - self.pad[:live]).tolist()
+        else:
+            before = known.rows
         self._after = [n + 1 for n in before]
         plans.make(self._after + [1] * (rows - live))
 
     def stepped(self) -> None:
         """The step of `plan_step` was replayed."""
-        self._known = self._versions(), self._after
+        if not self.captured:
+            self.lengths = Lengths(self._versions(), self._after)
 
     def _versions(self) -> tuple[int, int]:
         """They change with every write but those of graphs: graphs of prompts leave the counters

@@ -30,7 +30,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.planner import Planner
 from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
-from attnops.core.private_torch import FakeTensor, count_dispatch_modes
+from attnops.core.private_torch import FakeTensor, capturing, count_dispatch_modes
 from attnops.core.record import need
 from attnops.core.select import _ACTIVE
 from attnops.graphs.per_layer import NotRegional
@@ -434,12 +434,14 @@ class PagedModelCache(Cache):
             pages.past(before, table) if window and long else None
             for table, window in enumerate(pages.windows)
         )
-        plans = None
-        if not fresh:
-            key = _ACTIVE.key
-            plans = pages.known_plans[key] if key in pages.known_plans else pages.plans()
+        compiles = torch.compiler.is_compiling()
+        by_hand = not compiles and state.start is None and capturing(before)
+        if by_hand:
+            pages.captured = True
+        # Several tokens of a fresh step attend to each other.
+        plans = None if by_hand or (fresh and count > 1) else pages.plans()
         # A run on fake tensors, as of `explain`, stores no token.
-        stores = torch.compiler.is_compiling() or not isinstance(before, FakeTensor)
+        stores = compiles or not isinstance(before, FakeTensor)
         planners: tuple[Planner | None, ...] = ()
         if plans is not None:
             planners = _planned(plans, state, before, count, batch)
