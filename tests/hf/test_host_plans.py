@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import attnops
+from attnops.core.errors import InvalidInput
 from attnops.core.kernel import fits_a_graph, kernels_of, replanned
 from attnops.core.problem import Target, pretend
 from attnops.hf.cache import paged_cache
@@ -136,12 +137,10 @@ def test_the_graph_is_whole(mode):
         assert (row.graphs, row.breaks, row.replays) == (1, (), CALLS[0][2] - 1)
 
 
+@pytest.mark.parametrize("mode", ["hf", "breakable", "auto"])
 @pytest.mark.parametrize("policy", [{"kernel": "flashinfer"}, {"prefer": ("flashinfer",)}])
-def test_a_policy_asks_for_it(policy):
-    with patched(llama(), "breakable", kernel=None) as pair:
-        with attnops.use("reference"):
-            pair.same(*CALLS[0])
-            assert not pair.calls
+def test_a_policy_asks_for_it(policy, mode):
+    with patched(llama(), mode, kernel=None) as pair:
         with attnops.use(**policy):
             pair.same(*CALLS[0])
             assert pair.ran["decode.run"]
@@ -304,3 +303,23 @@ def test_a_prompt_of_one_token(mode):
             for model in (pair.model, pair.twin)
         )
         assert relative(got, want) < LIMIT
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+def test_rows_that_the_step_before_did_not_have(mode):
+    with stepped(llama(), "flashinfer", mode) as (_, _, step):
+        step(12)
+        step(13, rows=1)
+        with pytest.raises(InvalidInput, match="rows that the step before did not have"):
+            step(14)
+        step(14, rows=1)
+
+
+def test_a_full_cache():
+    with patched(llama(), "breakable") as pair, torch.no_grad():
+        cache, ids = pair.handle.new_cache(2, 14), torch.randint(3, 90, (2, 16))
+        pair.model(ids[:, :12], past_key_values=cache, use_cache=True)
+        for at in (12, 13):
+            pair.handle.step(ids[:, at : at + 1], cache)
+        with pytest.raises(InvalidInput, match="a cache that is full, want fewer than 14 tokens"):
+            pair.handle.step(ids[:, :1], cache)

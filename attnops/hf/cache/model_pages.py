@@ -23,6 +23,7 @@ from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, fix_address, ordinary
 from attnops.cache.planner import Planner, device_plan
 from attnops.cache.step import Tokens
+from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.private_torch import count_dispatch_modes
 from attnops.core.problem import Problem, Target, altered
@@ -36,6 +37,7 @@ from attnops.core.select import (
     workspace_bytes,
 )
 from attnops.graphs.streams import LastStream
+from attnops.hf.cache.names import NAME
 from attnops.hf.cache.step_plans import Kind, StepPlans
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
@@ -290,8 +292,18 @@ class ModelPages(Pages):
             before = (self.seen - self.pad[:live]).tolist()
         else:
             before = known.rows
+        self._check(before)
         self._after = [n + 1 for n in before]
         plans.make(self._after + [1] * (rows - live))
+
+    def _check(self, before: list[int]) -> None:
+        """Raise InvalidInput for rows of so many tokens that have no room for one more."""
+        most = self.sizes.length
+        if min(before, default=0) < 0:
+            got = "rows that the step before did not have"
+            fail(InvalidInput, NAME, got, "the rows of the step before, or reset()")
+        if max(before, default=0) >= most:
+            fail(InvalidInput, NAME, "a cache that is full", f"fewer than {most} tokens of a row")
 
     def stepped(self) -> None:
         """The step of `plan_step` was replayed."""
