@@ -18,10 +18,12 @@ from transformers import (
 import attnops
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import fits_a_graph, kernels_of, replanned
-from attnops.core.problem import Target, pretend
-from attnops.hf.cache import paged_cache
+from attnops.core.problem import Target, altered, pretend
+from attnops.hf.cache import model_pages, paged_cache
 from attnops.hf.cache.model_pages import ModelPages
-from attnops.hf.cache.step_plans import StepPlans
+from attnops.hf.cache.step_plans import StepPlans, mean_plan_us
+from attnops.ops import paged_layers
+from attnops.ops.pages.plan import step_of
 from tests.hf.decoding import Beside, how, logits
 from tests.hf.helpers import relative
 from tests.standins import flashinfer_modules
@@ -323,3 +325,29 @@ def test_a_full_cache():
             pair.handle.step(ids[:, at : at + 1], cache)
         with pytest.raises(InvalidInput, match="a cache that is full, want fewer than 14 tokens"):
             pair.handle.step(ids[:, :1], cache)
+
+
+@pytest.mark.parametrize(("us", "taken"), [(0.0, True), (1e9, False)])
+def test_a_kernel_that_nobody_asks_for(monkeypatch, us, taken):
+    """It wins more time than its plans take, and is planned for where no host waits for it."""
+    monkeypatch.setattr(model_pages, "mean_plan_us", lambda *_: us)
+    only = attnops.use(allow=("flashinfer", "reference"))
+    with only, stepped(llama(), None) as (pair, cache, step):
+        assert (cache.state.pages.plans() is not None) == taken
+        ids = torch.randint(3, 90, (2, 1))
+        for _ in range(2):
+            pair.model(ids, past_key_values=cache, use_cache=True)
+        assert not pair.ran["decode.plan"]
+        step(14)
+        assert bool(pair.ran["decode.run"]) == taken
+
+
+def test_the_time_of_plans():
+    """Measured on the machine, and taken where a row begins a page."""
+    planning = kernels_of("plan_paged_attention")["flashinfer"]
+    target = Target.parse("h200", assume=())
+    layers = paged_layers(32, 8, 128, 64, torch.bfloat16)
+    decode = altered(step_of(layers, target, 8, 8, 512, 1), plan="host")
+    one, all_rows = (mean_plan_us(planning, decode, rows) for rows in (1, 10**5))
+    assert 1000 < all_rows < 2000
+    assert one == pytest.approx(all_rows / 64)

@@ -38,7 +38,7 @@ from attnops.core.select import (
 )
 from attnops.graphs.streams import LastStream
 from attnops.hf.cache.names import NAME
-from attnops.hf.cache.step_plans import Kind, StepPlans
+from attnops.hf.cache.step_plans import Kind, StepPlans, is_asked, mean_plan_us
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
 from attnops.ops.pages.plan import over_latents, step_of
@@ -237,7 +237,8 @@ class ModelPages(Pages):
         """The host's plans of steps of one token, under the policy in force; None where no kernel
         reads one, and in a trace or under a mode with another policy than those before.
 
-        A kernel that reads one is taken where it is forced, preferred, or the fastest.
+        A kernel that reads one is taken where it is forced or preferred, or where its layers win
+        more time than its plans take.
         """
         key = _ACTIVE.key
         if key not in self.known_plans:
@@ -255,8 +256,8 @@ class ModelPages(Pages):
     def _plans_of(self, kinds: dict[Problem, Kind]) -> StepPlans:
         self.stream.own(*(kind.planner.workspace for kind in kinds.values()))
         op = self.sizes.layers[0].op
-        forced = parse_policy(key_for(op, self.sizes.kernel)).forced(op)
-        return StepPlans(self, kinds, forced is not None)
+        policy = parse_policy(key_for(op, self.sizes.kernel))
+        return StepPlans(self, kinds, policy)
 
     def _planned(self, layer: Problem) -> Planner | None:
         if over_latents(layer) or self._takes_one_launch(layer, self._room):
@@ -264,10 +265,15 @@ class ModelPages(Pages):
         decode = altered(self._decode(layer), workspace=self._room)
         key = key_for(layer.op, self.sizes.kernel)
         found, rows = select(altered(decode, plan="host"), key), self.sizes.rows
-        if found.kernel is None or found.rank >= select(decode, key).rank:
+        without = select(decode, key)
+        if found.kernel is None or found.rank >= without.rank:
             return None
         planning = kernels_of(f"plan_{layer.op}").get(found.kernel.name)
         if planning is None or planning.plan.sizes is None:
+            return None
+        won_us = self.sizes.layers.count(layer) * (decode_us(without) - decode_us(found))
+        asked = is_asked(found.policy, layer.op, planning.name)
+        if not asked and won_us <= mean_plan_us(planning, found.problem, rows):
             return None
         return Planner(
             replace(layer, page_size=self.page_size),

@@ -492,11 +492,12 @@ def _planned(
     plans: StepPlans, state: State, before: Tensor, count: int, batch: PagedBatch
 ) -> tuple[Planner | None, ...]:
     """The Planners of a step, which is planned unless a graph will: only graphs have the padding of
-    the step before, so that here the host waits. Empty where nobody plans."""
+    the step before, so that here the host waits, for a kernel that was asked for alone. Empty where
+    nobody plans."""
     in_graph, compiles = state.start is not None, torch.compiler.is_compiling()
     if in_graph or (isinstance(before, FakeTensor) and not compiles):
         return plans.planners if count == 1 else ()
-    if compiles or not (count == 1 or plans.forced):
+    if compiles or not (plans.forced or (count == 1 and plans.asked)):
         return ()
     lengths = [max(n + count, 1) for n in before.tolist()]
     if count > 1:

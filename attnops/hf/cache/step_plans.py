@@ -17,8 +17,10 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import ordinary
 from attnops.cache.planner import Planner
 from attnops.cache.step import Tokens, host_lengths
-from attnops.core.kernel import kernels_of
+from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem
+from attnops.core.select import Policy
+from attnops.measured.store import in_force
 
 if TYPE_CHECKING:
     from attnops.hf.cache.model_pages import ModelPages
@@ -40,15 +42,37 @@ class Kind(NamedTuple):
         return None if find is None else find(self.planner.plan, self.planner.workspace)
 
 
+def is_asked(policy: Policy, op: str, kernel: str | None) -> bool:
+    """Is the kernel forced or preferred?"""
+    names = {kernel, f"{op}:{kernel}"}
+    return policy.forced(op) is not None or not names.isdisjoint(policy.prefer)
+
+
+def mean_plan_us(planning: Kernel, step: Problem, rows: int) -> float:
+    """Microseconds of the host that the plans of a step take, in the mean of many.
+
+    A step is planned anew where a row begins a page. The table in force has the time of a plan,
+    else the kernel that plans estimates it.
+    """
+    table = in_force(step.target).table
+    near = None if table is None else table.nearest(step)
+    known = {} if near is None else near[0].plan_us
+    us = known[planning.name] if planning.name in known else planning.cost_us(step)
+    return us * (1 - (1 - 1 / step.page_size) ** rows)
+
+
 class StepPlans:
     """The plans of all layers of a model's pages, under one policy.
 
     kinds: by the layers' Problem. planners: for each layer its own, or None. forced: is the kernel
-    to serve steps of several tokens, too?
+    to serve steps of several tokens, too? asked: are steps outside of graphs planned, for which
+    the host waits? So they are for a kernel that is forced or preferred.
     """
 
-    def __init__(self, pages: ModelPages, kinds: dict[Problem, Kind], forced: bool) -> None:
-        self.forced = forced
+    def __init__(self, pages: ModelPages, kinds: dict[Problem, Kind], policy: Policy) -> None:
+        op = pages.sizes.layers[0].op
+        self.forced = policy.forced(op) is not None
+        self.asked = any(is_asked(policy, op, kind.planner.kernel) for kind in kinds.values())
         self._pages, self._kinds = pages, tuple(kinds.values())
         known = map(kinds.get, pages.sizes.layers)
         self.planners = tuple(kind and kind.planner for kind in known)
