@@ -201,6 +201,32 @@ def test_more_tokens_over_a_cache():
             assert {"fa2.plan", "decode.plan"} <= plans
 
 
+@pytest.mark.parametrize("mode", ["auto", "piecewise"])
+def test_later_chunks_have_no_plan(mode):
+    """The model's own layers run them, and first chunks are captured as before."""
+    more = {"compile_after": 0} if mode == "piecewise" else {}
+    with patched(llama(), mode, **more) as pair, torch.no_grad():
+        given = {
+            "max_new_tokens": 3,
+            "min_new_tokens": 3,
+            "do_sample": False,
+            "logits_processor": [Forced()],
+            "return_dict_in_generate": True,
+        }
+        ids, took = torch.randint(3, 90, (1, 140)), []
+        for _ in range(5):
+            cache = pair.handle.new_cache(1, 200)
+            first = pair.model.generate(ids[:, :70], **given, past_key_values=cache)
+            prompts = pair.decoder.prompts
+            took.append(prompts.took)
+            pair.model.generate(
+                torch.cat([first.sequences, ids], 1)[:, :140], **given, past_key_values=cache
+            )
+            assert "needs a plan of the host" in prompts.why
+        assert not prompts.failures.lasting
+        assert took[-1]
+
+
 def test_code_that_nobody_plans_for_has_no_plan():
     """A model that the caller compiles would read a plan of other lengths."""
     with patched(llama(), "hf") as pair, torch.no_grad():
