@@ -86,10 +86,14 @@ def host_lengths(
     """The lengths of a batch of `describe`, on the host. lengths, new: all tokens and the new ones
     of each request."""
     if window:
-        before = (n - more - (window - 1) for n, more in zip(lengths, new, strict=True))
-        hidden = (max(n, 0) // page_size * page_size for n in before)
-        lengths = [n - behind for n, behind in zip(lengths, hidden, strict=True)]
+        each = zip(lengths, new, strict=True)
+        lengths = [n - page_size * pages_behind(n - more, window, page_size) for n, more in each]
     return HostLengths(lengths, new)
+
+
+def pages_behind(before: int, window: int, page_size: int) -> int:
+    """Pages that no new token of a request with so many tokens before them sees."""
+    return max(before - (window - 1), 0) // page_size
 
 
 def prefix_chunks(

@@ -2,8 +2,11 @@
 and of graphs: eager's tokens, plans that follow the lengths, and no more of them than need be."""
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from contextlib import contextmanager
+from itertools import permutations
 
 import pytest
 import torch
@@ -377,3 +380,64 @@ def test_the_time_of_plans():
     one, all_rows = (mean_plan_us(planning, decode, rows) for rows in (1, 10**5))
     assert 1000 < all_rows < 2000
     assert one == pytest.approx(all_rows / 64)
+
+
+def test_pages_need_no_collector():
+    with stepped(llama(), "flashinfer") as (_, cache, step):
+        step(12)
+        made = ModelPages(cache.state.pages.sizes)
+        assert made.plans() is not None
+        gone = weakref.ref(made)
+        gc.collect()
+        gc.disable()
+        try:
+            del made
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_plans_of_the_last_few_policies_are_kept(monkeypatch):
+    """Graphs have theirs as long as they live."""
+    monkeypatch.setattr(model_pages, "POLICIES", 2)
+    others = ("reference", "sdpa", "triton", "xqa")
+    policies = [{"prefer": ("flashinfer", *some)} for some in permutations(others, 2)][:4]
+    found = []
+    for kernel in ("flashinfer", "reference"):
+        with stepped(llama(), kernel) as (pair, cache, step):
+            pages, out = cache.state.pages, []
+            for at in range(12, 60):
+                with attnops.use(**policies[at // 2 % 4]):
+                    out.append(step(at))
+                assert len(pages.known_plans) <= 2
+            found.append(torch.cat(out, 1).float())
+            if kernel == "flashinfer":
+                assert pair.ran["decode.run"]
+    assert max(relative(*each) for each in zip(*(x.unbind(1) for x in found), strict=True)) < LIMIT
+
+
+def test_bytes_of_plans():
+    with stepped(llama(), "flashinfer") as (pair, cache, _):
+        pages = cache.state.pages
+        [planner] = {id(each): each for each in pages.plans().planners}.values()
+        bare = sum(pool.nbytes for pool in pages.pools) + pages._room
+        assert pages.nbytes == bare + planner.workspace.nbytes
+        seen, most = [], pages.nbytes
+        for tokens in (4, 4, 3, 4, 5, 3):
+            ids = torch.randint(3, 90, (2, tokens))
+            pair.model(ids, past_key_values=cache, use_cache=True)
+            seen.append(pages.plans()._longer[tokens, 2][0].workspace)
+            assert pages.nbytes > most
+        assert seen[0] is seen[1] is seen[3], "a size that comes again has its memory"
+        assert seen[2] is not seen[5], "and the last two sizes alone"
+        assert len(pages.plans()._longer) == 2
+        owned = pages.stream._tensors
+        assert sum(each is old for each in owned for old in seen) == 2
+
+
+def test_explain_of_more_tokens():
+    with stepped(llama(), "flashinfer") as (pair, cache, _):
+        ids = torch.randint(3, 90, (2, 3))
+        for tokens in (1, 3):
+            told = str(attnops.explain(pair.model, ids[:, :tokens], past_key_values=cache))
+            assert "plan=host" in told.partition("paged_attention on")[2], tokens

@@ -38,7 +38,7 @@ from attnops.core.select import (
 )
 from attnops.graphs.streams import LastStream
 from attnops.hf.cache.names import NAME
-from attnops.hf.cache.step_plans import Kind, StepPlans, is_asked, mean_plan_us
+from attnops.hf.cache.step_plans import Held, Kind, StepPlans, is_asked, mean_plan_us
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
 from attnops.ops.pages.plan import over_latents, step_of
@@ -54,6 +54,8 @@ ALL = 2**30
 # Pages are negotiated as if scratch were free. The workspace is then as large as the chosen kernel
 # asks for.
 _PLENTY = 2**30
+# The most policies whose plans are kept.
+POLICIES = 8
 # The most new tokens of a request for which a plan is made: kernels that read one on the device
 # decode, they do not prefill.
 _PLANNED = 8
@@ -127,7 +129,7 @@ class ModelPages(Pages):
     windows.
     plan_of: the kernel of decode steps that may read a plan, and its layer; None: no kernel does.
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
-    known_plans: what `plans` found, by the policy.
+    known_plans: what `plans` found, by the policy, of the last few policies.
     begun: kinds of steps whose kernels have begun to be compiled.
     lengths: tokens of each row, as the host knows them. Whoever replays a graph that counts tokens,
         which changes no version, sets it to None.
@@ -250,14 +252,26 @@ class ModelPages(Pages):
                 for layer, table in self._kinds.items()
                 if (planner := self._planned(layer)) is not None
             }
-            self.known_plans[key] = self._plans_of(kinds) if kinds else None
+            policy = parse_policy(key_for(self.sizes.layers[0].op, self.sizes.kernel))
+            self.keep(key, StepPlans(self, kinds, policy) if kinds else None)
         return self.known_plans[key]
 
-    def _plans_of(self, kinds: dict[Problem, Kind]) -> StepPlans:
-        self.stream.own(*(kind.planner.workspace for kind in kinds.values()))
-        op = self.sizes.layers[0].op
-        policy = parse_policy(key_for(op, self.sizes.kernel))
-        return StepPlans(self, kinds, policy)
+    def keep(self, policy: str, plans: StepPlans | None) -> None:
+        """Keep the plans of a policy, and those of the last few others."""
+        known = self.known_plans
+        dropped = [known.pop(policy, None)]
+        while len(known) >= POLICIES:
+            dropped.append(known.pop(next(iter(known))))
+        for old in filter(None, dropped):
+            self.stream.leave(*old.workspaces)
+        known[policy] = plans
+        if plans is not None:
+            self.stream.own(*plans.workspaces)
+
+    def held_plans(self) -> Held | None:
+        """As `plans`, for graphs."""
+        plans = self.plans()
+        return None if plans is None else Held(self, active_policy(), plans)
 
     def _planned(self, layer: Problem) -> Planner | None:
         if over_latents(layer) or self._takes_one_launch(layer, self._room):
@@ -300,7 +314,7 @@ class ModelPages(Pages):
             before = known.rows
         self._check(before)
         self._after = [n + 1 for n in before]
-        plans.make(self._after + [1] * (rows - live))
+        plans.make(self, self._after + [1] * (rows - live))
 
     def _check(self, before: list[int]) -> None:
         """Raise InvalidInput for rows of so many tokens that have no room for one more."""
@@ -361,8 +375,10 @@ class ModelPages(Pages):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages and the workspace."""
-        return self._room + sum(pool.nbytes for pool in self.pools)
+        """Bytes of the pages, the workspace, and those of plans."""
+        plans = filter(None, tuple(self.known_plans.values()))
+        scratch = (each.nbytes for made in plans for each in made.workspaces)
+        return self._room + sum(pool.nbytes for pool in self.pools) + sum(scratch)
 
     def use(self) -> None:
         """Let work to come on the current stream follow the work so far on the pages.

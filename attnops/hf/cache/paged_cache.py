@@ -50,7 +50,7 @@ class Step(NamedTuple):
     not.
     fresh: the cache was empty before the step.
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
-    planners: as in `StepPlans`, likewise.
+    planners: as in `StepPlans`; empty where no layer reads a plan.
     """
 
     batch: PagedBatch
@@ -496,13 +496,13 @@ def _planned(
     nobody plans."""
     in_graph, compiles = state.start is not None, torch.compiler.is_compiling()
     if in_graph or (isinstance(before, FakeTensor) and not compiles):
-        return plans.planners if count == 1 else ()
+        return plans.planners if count == 1 or plans.forced else ()
     if compiles or not (plans.forced or (count == 1 and plans.asked)):
         return ()
-    lengths = [max(n + count, 1) for n in before.tolist()]
+    pages, lengths = state.pages, [max(n + count, 1) for n in before.tolist()]
     if count > 1:
-        return plans.extend(lengths, count, batch)
-    plans.make(lengths)
+        return plans.extend(pages, lengths, count, batch)
+    plans.make(pages, lengths)
     return plans.planners
 
 
