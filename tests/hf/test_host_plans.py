@@ -226,6 +226,7 @@ def test_later_chunks_have_no_plan(mode):
                 torch.cat([first.sequences, ids], 1)[:, :140], **given, past_key_values=cache
             )
             assert "needs a plan of the host" in prompts.why
+            del cache, first
         assert not prompts.failures.lasting
         assert took[-1]
 
@@ -441,3 +442,30 @@ def test_explain_of_more_tokens():
         for tokens in (1, 3):
             told = str(attnops.explain(pair.model, ids[:, :tokens], past_key_values=cache))
             assert "plan=host" in told.partition("paged_attention on")[2], tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_longer_than_a_chunk(mode):
+    """Such a call has no pages of ours, and is warned before it begins."""
+    ids = torch.randint(3, 90, (2, 30))
+    mask = torch.ones_like(ids)
+    mask[0, :14] = 0
+    given = {
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "do_sample": False,
+        "logits_processor": [Forced()],
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        "prefill_chunk_size": 9,
+    }
+    with patched(llama(), mode) as pair:
+        with pytest.warns(UserWarning, match="padding of a row is longer than a chunk"):
+            got = pair.model.generate(ids, attention_mask=mask, **given).logits
+        want = pair.twin.generate(ids, attention_mask=mask, **given).logits
+        assert relative(torch.stack(got).float(), torch.stack(want).float()) < LIMIT
+        cache = pair.handle.new_cache(2, 64)
+        with pytest.raises(InvalidInput, match="padding of a row is longer than a chunk"):
+            pair.model.generate(ids, attention_mask=mask, **given, past_key_values=cache)
+        mask[0, 9:] = 1
+        pair.model.generate(ids, attention_mask=mask, **given, past_key_values=cache)
