@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.cache.batch import HostLengths, PagedBatch, PrefixChunk, SharedPrefix
+from attnops.cache.batch import PagedBatch, PrefixChunk, SharedPrefix
 from attnops.ops import cu_seqlens, slot_mapping, token_rows
 
 
@@ -78,22 +78,6 @@ def describe(
         holes=False,
         workspace=workspace,
     )
-
-
-def host_lengths(
-    lengths: Sequence[int], new: Sequence[int], window: int, page_size: int
-) -> HostLengths:
-    """The lengths of a batch of `describe`, on the host. lengths, new: all tokens and the new ones
-    of each request."""
-    if window:
-        each = zip(lengths, new, strict=True)
-        lengths = [n - page_size * pages_behind(n - more, window, page_size) for n, more in each]
-    return HostLengths(lengths, new)
-
-
-def pages_behind(before: int, window: int, page_size: int) -> int:
-    """Pages that no new token of a request with so many tokens before them sees."""
-    return max(before - (window - 1), 0) // page_size
 
 
 def prefix_chunks(

@@ -152,6 +152,7 @@ def test_lengths_of_windows():
         batch = cache.batch(ids, new)
         for table in range(3):
             own = batch.of(table)
+            assert "seq_lens" not in vars(own.host), "nobody has read them yet"
             assert list(own.host.seq_lens) == own.seq_lens.tolist()
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.cache.batch import PagedBatch
+from attnops.cache.batch import HostLengths, PagedBatch, pages_behind
 from attnops.cache.paged import ordinary
 from attnops.cache.planner import Planner
-from attnops.cache.step import Tokens, host_lengths, pages_behind
+from attnops.cache.step import Tokens
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.problem import Problem
 from attnops.core.select import Policy
@@ -119,7 +119,7 @@ class StepPlans:
         new, size = [count] * len(lengths), pages.page_size
         planners = self._of(pages, count, batch)
         for kind, planner in zip(self._kinds, planners, strict=True):
-            known = host_lengths(lengths, new, kind.window, size)
+            known = HostLengths(lengths, new, kind.window, size)
             planner(batch.of(kind.table).known(known))
         owners = [kind.planner for kind in self._kinds]
         made = dict(zip(owners, planners, strict=True))
@@ -144,7 +144,7 @@ class StepPlans:
     def _anew(self, lengths: list[int], batch: PagedBatch, size: int) -> None:
         new = [1] * len(lengths)
         for kind in self._kinds:
-            known = host_lengths(lengths, new, kind.window, size)
+            known = HostLengths(lengths, new, kind.window, size)
             kind.planner(batch.of(kind.table).known(known))
         self._last = [kind.last() for kind in self._kinds]
 
