@@ -439,7 +439,11 @@ class PagedModelCache(Cache):
         if by_hand:
             pages.captured = True
         # Several tokens of a fresh step attend to each other.
-        plans = None if by_hand or (fresh and count > 1) else pages.plans()
+        plans = None
+        if not by_hand and (count == 1 or not fresh):
+            # Without a call where they are known: this is every step's way.
+            key = _ACTIVE.key
+            plans = pages.known_plans[key] if key in pages.known_plans else pages.plans()
         # A run on fake tensors, as of `explain`, stores no token.
         stores = compiles or not isinstance(before, FakeTensor)
         planners: tuple[Planner | None, ...] = ()
