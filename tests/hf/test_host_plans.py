@@ -22,7 +22,7 @@ import attnops
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import fits_a_graph, kernels_of, replanned
 from attnops.core.problem import Target, altered, pretend
-from attnops.hf.cache import model_pages, paged_cache
+from attnops.hf.cache import model_pages
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.step_plans import StepPlans, mean_plan_us
 from attnops.ops import paged_layers
@@ -273,6 +273,12 @@ def stepped(model, kernel, mode="breakable"):
         yield pair, cache, step
 
 
+class OnGpu(torch.Tensor):
+    """It says so."""
+
+    is_cuda = True
+
+
 PLANNED, UNPLANNED = {"prefer": ("flashinfer", "reference")}, {"kernel": "reference"}
 
 
@@ -298,7 +304,8 @@ def test_steps_captured_by_hand(monkeypatch):
         step(12)
         plans = pair.ran["decode.plan"]
         with monkeypatch.context() as patch:
-            patch.setattr(paged_cache, "capturing", lambda t: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr(cache.state.pages, "seen", cache.state.pages.seen.as_subclass(OnGpu))
             pair.model(ids[:, :1], **given)
         assert pair.ran["decode.plan"] == plans
         made, make = [], StepPlans.make

@@ -435,17 +435,15 @@ class PagedModelCache(Cache):
             for table, window in enumerate(pages.windows)
         )
         compiles = torch.compiler.is_compiling()
-        by_hand = not compiles and state.start is None and capturing(before)
+        fake = isinstance(before, FakeTensor)
+        own = compiles or fake or state.start is not None
+        by_hand = before.is_cuda and not own and capturing(before)
         if by_hand:
             pages.captured = True
         # Several tokens of a fresh step attend to each other.
-        plans = None
-        if not by_hand and (count == 1 or not fresh):
-            # Without a call where they are known: this is every step's way.
-            key = _ACTIVE.key
-            plans = pages.known_plans[key] if key in pages.known_plans else pages.plans()
+        plans = None if by_hand or (fresh and count > 1) else pages.plans()
         # A run on fake tensors, as of `explain`, stores no token.
-        stores = compiles or not isinstance(before, FakeTensor)
+        stores = compiles or not fake
         planners: tuple[Planner | None, ...] = ()
         if plans is not None:
             planners = _planned(plans, state, before, count, batch)
