@@ -295,7 +295,9 @@ class Graphed(Options):
     def _plan_again(self, entry: Entry, batch: PagedBatch, values: Values) -> None:
         """Make the metadata of the padded batch outside of graphs, in the captured buffers."""
         assert self.prepare is not None and self.batch is not None and self._inputs is not None
-        batch.known(self._inputs.host_lengths(entry.bucket, values[self.batch]))
+        given: PagedBatch = values[self.batch]
+        for table, own in zip((batch, *batch.others), (given, *given.others), strict=True):
+            table.known(self._inputs.host_lengths(entry.bucket, own))
         new, old = self.prepare(batch), entry.values[self.batch]
         if len(new.others) != len(old.others):
             self._fail_of_tables(new, old)

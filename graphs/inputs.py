@@ -226,10 +226,11 @@ class Inputs:
 
     def host_lengths(self, bucket: Bucket, batch: PagedBatch) -> HostLengths | None:
         """Those of a call's batch, and of the padding rows that `load` adds to it."""
-        if batch.host is None:
+        host = batch.host
+        if host is None:
             return None
         more = [int(self._null(bucket))] * (bucket.requests - batch.page_table.shape[0])
-        return HostLengths(*([*each, *more] for each in batch.host))
+        return HostLengths([*host.seq_lens, *more], [*host.new_tokens, *more])
 
     def clear(self, bucket: Bucket) -> None:
         """Make all rows padding rows, for warm-up and capture."""

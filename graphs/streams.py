@@ -70,6 +70,11 @@ class LastStream:
         self._met.clear()
         self._number = None
 
+    def leave(self, *tensors: Tensor) -> None:
+        """It owns these no more. Their memory waits for the work so far on the streams it met."""
+        gone = {id(tensor) for tensor in tensors}
+        self._tensors = tuple(tensor for tensor in self._tensors if id(tensor) not in gone)
+
     def use(self) -> None:
         """Work to come on the current stream waits for the work so far on the last one.
 

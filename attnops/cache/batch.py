@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import cached_property
+from typing import ClassVar
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
@@ -46,14 +47,32 @@ class SharedPrefix:
     rest_lens: Tensor
 
 
-class HostLengths(NamedTuple):
+@dataclass(frozen=True)
+class HostLengths:
     """The lengths of the B requests of a batch, as the host knows them.
 
-    seq_lens: tokens of each, the new ones included. new_tokens: the new ones.
+    tokens: of each, the new ones included. new_tokens: the new ones. window, page_size: of the
+    batch's page table, in tokens; window 0: none.
     """
 
-    seq_lens: Sequence[int]
+    tokens: Sequence[int]
     new_tokens: Sequence[int]
+    window: int = 0
+    page_size: int = 1
+
+    @cached_property
+    def seq_lens(self) -> Sequence[int]:
+        """As those of the batch: from the first visible page on. Made when they are first read, as
+        most batches have no plan."""
+        if not self.window:
+            return self.tokens
+        size, each = self.page_size, zip(self.tokens, self.new_tokens, strict=True)
+        return [n - size * pages_behind(n - new, self.window, size) for n, new in each]
+
+
+def pages_behind(before: int, window: int, page_size: int) -> int:
+    """Pages that no new token of a request with so many tokens before them sees."""
+    return max(before - (window - 1), 0) // page_size
 
 
 @dataclass(frozen=True)

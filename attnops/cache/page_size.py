@@ -14,7 +14,7 @@ from attnops.core.errors import PageSizeConflict, UnknownKernel, fail
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Problem, Refusal, Target, altered
 from attnops.core.record import FLOATS, need
-from attnops.core.select import active_policy, select
+from attnops.core.select import active_policy, parse_policy, select
 from attnops.ops.latent.record import STORED
 from attnops.ops.pages.plan import over_latents, step_of
 
@@ -82,8 +82,8 @@ def negotiate_page_size(
             256: the size at which a decode step is fastest on `device`, or on `pretend`'s target,
             by the costs of `select`, with the kernels installed and under the policy in force. Ties
             go to the size that most kernels take, then to the size nearest to 64. Kernels of
-            `paged_attention` that are not named count without a host plan, kernels of
-            `mla_attention` with whichever plan they run with.
+            `paged_attention` that neither `kernels` nor a policy names count without a host plan,
+            kernels of `mla_attention` with whichever plan they run with.
         device: of the pages.
         workspace_bytes: scratch that batches carry.
         max_new_tokens: the most new tokens of a request in a decode step.
@@ -217,7 +217,7 @@ def _decode_steps(
     named: bool,
 ) -> list[Problem]:
     """The decode step that kernels are compared on, in each way that a kernel may be called. named:
-    by the caller. Raises InvalidInput."""
+    by the caller, as by a policy that forces one. Raises InvalidInput."""
     stored, latent = layers.kv_dtype, over_latents(layers)
     check_dtype(
         stored,
@@ -241,6 +241,7 @@ def _decode_steps(
     step = altered(step, workspace=count("workspace_bytes", scratch, 0))
     if not latent:
         alike = layers.head_dim == layers.v_head_dim
+        named = named or parse_policy(active_policy()).forced(step.op) is not None
         plans = ("none", "host") if named else ("none",)
         return [altered(step, plan=plan, padded=False, pages_alike=alike) for plan in plans]
     queries = (

@@ -12,9 +12,9 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from attnops.cache.batch import PagedBatch
+from attnops.cache.batch import HostLengths, PagedBatch
 from attnops.cache.ledger import Change, Layer, Ledger, Request, Room
-from attnops.cache.step import Tokens, describe, host_lengths
+from attnops.cache.step import Tokens, describe
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import FLOATS, QUANTISED, name, need
 from attnops.ops import copy_kv, cu_seqlens, token_rows
@@ -277,7 +277,7 @@ class Pages:
         self._ledger.commit(change)
         after = [step.length for step in change]
         for batch, window in zip((found, *found.others), self.windows, strict=True):
-            batch.known(host_lengths(after, counts, window, self.page_size))
+            batch.known(HostLengths(after, counts, window, self.page_size))
         return found
 
     def describe(self, tokens: Tokens, rows: Tensor | int, lengths: Tensor) -> PagedBatch:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.cache.batch import HostLengths, PagedBatch, PrefixChunk, SharedPrefix
+from attnops.cache.batch import PagedBatch, PrefixChunk, SharedPrefix
 from attnops.ops import cu_seqlens, slot_mapping, token_rows
 
 
@@ -78,18 +78,6 @@ def describe(
         holes=False,
         workspace=workspace,
     )
-
-
-def host_lengths(
-    lengths: Sequence[int], new: Sequence[int], window: int, page_size: int
-) -> HostLengths:
-    """The lengths of a batch of `describe`, on the host. lengths, new: all tokens and the new ones
-    of each request."""
-    if window:
-        before = (n - more - (window - 1) for n, more in zip(lengths, new, strict=True))
-        hidden = (max(n, 0) // page_size * page_size for n in before)
-        lengths = [n - behind for n, behind in zip(lengths, hidden, strict=True)]
-    return HostLengths(lengths, new)
 
 
 def prefix_chunks(

@@ -511,7 +511,7 @@ class PagedMode:
 
     def _reasons(self, call: Call, rows: int) -> Iterator[Reason]:
         """Why this `generate()`, of a batch of so many rows, gets no pages of ours."""
-        yield from why_unpaged(call)
+        yield from why_unpaged(call, self.kernel)
         if self.chosen:
             yield from why_unpaged_unasked(call, self._forward)
             if self._decoder is not None and (failed := self._decoder.why_not(rows)):

@@ -307,7 +307,7 @@ def no_waits(monkeypatch):
     planned_steps, plan_step = [], ModelPages.plan_step
 
     def watched(self, rows, live):
-        known = self._known is not None and live > 0
+        known = self.lengths is not None and live > 0
         planned_steps.append(known)
         torch.cuda.set_sync_debug_mode("error" if known else "default")
         try:

@@ -2,8 +2,11 @@
 and of graphs: eager's tokens, plans that follow the lengths, and no more of them than need be."""
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from contextlib import contextmanager
+from itertools import permutations
 
 import pytest
 import torch
@@ -16,9 +19,14 @@ from transformers import (
 )
 
 import attnops
+from attnops.core.errors import InvalidInput
 from attnops.core.kernel import fits_a_graph, kernels_of, replanned
-from attnops.core.problem import Target, pretend
+from attnops.core.problem import Target, altered, pretend
+from attnops.hf.cache import model_pages
 from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.step_plans import StepPlans, mean_plan_us
+from attnops.ops import paged_layers
+from attnops.ops.pages.plan import step_of
 from tests.hf.decoding import Beside, how, logits
 from tests.hf.helpers import relative
 from tests.standins import flashinfer_modules
@@ -134,12 +142,10 @@ def test_the_graph_is_whole(mode):
         assert (row.graphs, row.breaks, row.replays) == (1, (), CALLS[0][2] - 1)
 
 
+@pytest.mark.parametrize("mode", ["hf", "breakable", "auto"])
 @pytest.mark.parametrize("policy", [{"kernel": "flashinfer"}, {"prefer": ("flashinfer",)}])
-def test_a_policy_asks_for_it(policy):
-    with patched(llama(), "breakable", kernel=None) as pair:
-        with attnops.use("reference"):
-            pair.same(*CALLS[0])
-            assert not pair.calls
+def test_a_policy_asks_for_it(policy, mode):
+    with patched(llama(), mode, kernel=None) as pair:
         with attnops.use(**policy):
             pair.same(*CALLS[0])
             assert pair.ran["decode.run"]
@@ -155,7 +161,7 @@ def test_a_step_over_the_same_pages_has_no_new_plan(monkeypatch):
     plan_step = ModelPages.plan_step
 
     def spy(self, rows, live):
-        waited.append(live > 0 and self._known is None)
+        waited.append(live > 0 and self.lengths is None)
         plan_step(self, rows, live)
 
     monkeypatch.setattr(ModelPages, "plan_step", spy)
@@ -198,6 +204,33 @@ def test_more_tokens_over_a_cache():
             assert {"fa2.plan", "decode.plan"} <= plans
 
 
+@pytest.mark.parametrize("mode", ["auto", "piecewise"])
+def test_later_chunks_have_no_plan(mode):
+    """The model's own layers run them, and first chunks are captured as before."""
+    more = {"compile_after": 0} if mode == "piecewise" else {}
+    with patched(llama(), mode, **more) as pair, torch.no_grad():
+        given = {
+            "max_new_tokens": 3,
+            "min_new_tokens": 3,
+            "do_sample": False,
+            "logits_processor": [Forced()],
+            "return_dict_in_generate": True,
+        }
+        ids, took = torch.randint(3, 90, (1, 140)), []
+        for _ in range(5):
+            cache = pair.handle.new_cache(1, 200)
+            first = pair.model.generate(ids[:, :70], **given, past_key_values=cache)
+            prompts = pair.decoder.prompts
+            took.append(prompts.took)
+            pair.model.generate(
+                torch.cat([first.sequences, ids], 1)[:, :140], **given, past_key_values=cache
+            )
+            assert "needs a plan of the host" in prompts.why
+            del cache, first
+        assert not prompts.failures.lasting
+        assert took[-1]
+
+
 def test_code_that_nobody_plans_for_has_no_plan():
     """A model that the caller compiles would read a plan of other lengths."""
     with patched(llama(), "hf") as pair, torch.no_grad():
@@ -223,3 +256,223 @@ def test_a_capture_by_hand_takes_another_kernel():
     with replanned(True):
         assert fits_a_graph(kernel)
         assert not fits_a_graph(kernels_of("plan_paged_attention")["flashinfer"])
+
+
+@contextmanager
+def stepped(model, kernel, mode="breakable"):
+    """A patched model, the step after a prompt of 12 tokens of two rows, and the tokens."""
+    ids = torch.randint(3, 90, (2, 160), generator=torch.Generator().manual_seed(0))
+    with patched(model, mode, kernel=kernel) as pair, torch.no_grad():
+        cache = pair.handle.new_cache(2, 200)
+        with attnops.use(prefer=("flashinfer", "reference")):
+            pair.model(ids[:, :12], past_key_values=cache, use_cache=True)
+
+        def step(at, rows=2):
+            return pair.handle.step(ids[:rows, at : at + 1], cache).clone()
+
+        yield pair, cache, step
+
+
+class OnGpu(torch.Tensor):
+    """It says so."""
+
+    is_cuda = True
+
+
+PLANNED, UNPLANNED = {"prefer": ("flashinfer", "reference")}, {"kernel": "reference"}
+
+
+def test_policies_in_turn():
+    """Graphs without plans count tokens, too, and change no version of a counter."""
+    found = []
+    for first in (PLANNED, UNPLANNED):
+        with stepped(llama(), None) as (pair, _, step):
+            out = []
+            for at in range(12, 84):
+                with attnops.use(**(UNPLANNED if at // 6 % 2 else first)):
+                    out.append(step(at))
+            assert bool(pair.ran["decode.run"]) == (first is PLANNED)
+            found.append(torch.cat(out, 1).float())
+    assert max(relative(*each) for each in zip(*(x.unbind(1) for x in found), strict=True)) < LIMIT
+
+
+def test_steps_captured_by_hand(monkeypatch):
+    """A step in a graph of the caller's has no plan, and its replays are seen."""
+    with stepped(llama(), None) as (pair, cache, step), attnops.use(**PLANNED):
+        given = {"past_key_values": cache, "use_cache": True}
+        ids = torch.randint(3, 90, (2, 40))
+        step(12)
+        plans = pair.ran["decode.plan"]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr(cache.state.pages, "seen", cache.state.pages.seen.as_subclass(OnGpu))
+            pair.model(ids[:, :1], **given)
+        assert pair.ran["decode.plan"] == plans
+        made, make = [], StepPlans.make
+
+        def spy(self, *args):
+            made.append(args[-1])
+            make(self, *args)
+
+        monkeypatch.setattr(StepPlans, "make", spy)
+        pages = cache.state.pages
+        for _ in range(3):
+            version = pages.seen._version
+            step(13)
+            with torch.autograd._unsafe_preserve_version_counter(pages.seen):
+                pages.seen.add_(1)  # as a replay does
+            assert pages.seen._version == version
+        assert made == [[15] * 2, [17] * 2, [19] * 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_of_one_token(mode):
+    ids = torch.tensor([[5], [6]])
+    given = {
+        "max_new_tokens": 8,
+        "min_new_tokens": 8,
+        "do_sample": False,
+        "logits_processor": [Forced()],
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    with patched(llama(), mode) as pair:
+        got, want = (
+            torch.stack(model.generate(ids, **given).logits).float()
+            for model in (pair.model, pair.twin)
+        )
+        assert relative(got, want) < LIMIT
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+def test_rows_that_the_step_before_did_not_have(mode):
+    with stepped(llama(), "flashinfer", mode) as (_, _, step):
+        step(12)
+        step(13, rows=1)
+        with pytest.raises(InvalidInput, match="rows that the step before did not have"):
+            step(14)
+        step(14, rows=1)
+
+
+def test_a_full_cache():
+    with patched(llama(), "breakable") as pair, torch.no_grad():
+        cache, ids = pair.handle.new_cache(2, 14), torch.randint(3, 90, (2, 16))
+        pair.model(ids[:, :12], past_key_values=cache, use_cache=True)
+        for at in (12, 13):
+            pair.handle.step(ids[:, at : at + 1], cache)
+        with pytest.raises(InvalidInput, match="a cache that is full, want fewer than 14 tokens"):
+            pair.handle.step(ids[:, :1], cache)
+
+
+@pytest.mark.parametrize(("us", "taken"), [(0.0, True), (1e9, False)])
+def test_a_kernel_that_nobody_asks_for(monkeypatch, us, taken):
+    """It wins more time than its plans take, and is planned for where no host waits for it."""
+    monkeypatch.setattr(model_pages, "mean_plan_us", lambda *_: us)
+    only = attnops.use(allow=("flashinfer", "reference"))
+    with only, stepped(llama(), None) as (pair, cache, step):
+        assert (cache.state.pages.plans() is not None) == taken
+        ids = torch.randint(3, 90, (2, 1))
+        for _ in range(2):
+            pair.model(ids, past_key_values=cache, use_cache=True)
+        assert not pair.ran["decode.plan"]
+        step(14)
+        assert bool(pair.ran["decode.run"]) == taken
+
+
+def test_the_time_of_plans():
+    """Measured on the machine, and taken where a row begins a page."""
+    planning = kernels_of("plan_paged_attention")["flashinfer"]
+    target = Target.parse("h200", assume=())
+    layers = paged_layers(32, 8, 128, 64, torch.bfloat16)
+    decode = altered(step_of(layers, target, 8, 8, 512, 1), plan="host")
+    one, all_rows = (mean_plan_us(planning, decode, rows) for rows in (1, 10**5))
+    assert 1000 < all_rows < 2000
+    assert one == pytest.approx(all_rows / 64)
+
+
+def test_pages_need_no_collector():
+    with stepped(llama(), "flashinfer") as (_, cache, step):
+        step(12)
+        made = ModelPages(cache.state.pages.sizes)
+        assert made.plans() is not None
+        gone = weakref.ref(made)
+        gc.collect()
+        gc.disable()
+        try:
+            del made
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_plans_of_the_last_few_policies_are_kept(monkeypatch):
+    """Graphs have theirs as long as they live."""
+    monkeypatch.setattr(model_pages, "POLICIES", 2)
+    others = ("reference", "sdpa", "triton", "xqa")
+    policies = [{"prefer": ("flashinfer", *some)} for some in permutations(others, 2)][:4]
+    found = []
+    for kernel in ("flashinfer", "reference"):
+        with stepped(llama(), kernel) as (pair, cache, step):
+            pages, out = cache.state.pages, []
+            for at in range(12, 60):
+                with attnops.use(**policies[at // 2 % 4]):
+                    out.append(step(at))
+                assert len(pages.known_plans) <= 2
+            found.append(torch.cat(out, 1).float())
+            if kernel == "flashinfer":
+                assert pair.ran["decode.run"]
+    assert max(relative(*each) for each in zip(*(x.unbind(1) for x in found), strict=True)) < LIMIT
+
+
+def test_bytes_of_plans():
+    with stepped(llama(), "flashinfer") as (pair, cache, _):
+        pages = cache.state.pages
+        [planner] = {id(each): each for each in pages.plans().planners}.values()
+        bare = sum(pool.nbytes for pool in pages.pools) + pages._room
+        assert pages.nbytes == bare + planner.workspace.nbytes
+        seen, most = [], pages.nbytes
+        for tokens in (4, 4, 3, 4, 5, 3):
+            ids = torch.randint(3, 90, (2, tokens))
+            pair.model(ids, past_key_values=cache, use_cache=True)
+            seen.append(pages.plans()._longer[tokens, 2][0].workspace)
+            assert pages.nbytes > most
+        assert seen[0] is seen[1] is seen[3], "a size that comes again has its memory"
+        assert seen[2] is not seen[5], "and the last two sizes alone"
+        assert len(pages.plans()._longer) == 2
+        owned = pages.stream._tensors
+        assert sum(each is old for each in owned for old in seen) == 2
+
+
+def test_explain_of_more_tokens():
+    with stepped(llama(), "flashinfer") as (pair, cache, _):
+        ids = torch.randint(3, 90, (2, 3))
+        for tokens in (1, 3):
+            told = str(attnops.explain(pair.model, ids[:, :tokens], past_key_values=cache))
+            assert "plan=host" in told.partition("paged_attention on")[2], tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_longer_than_a_chunk(mode):
+    """Such a call has no pages of ours, and is warned before it begins."""
+    ids = torch.randint(3, 90, (2, 30))
+    mask = torch.ones_like(ids)
+    mask[0, :14] = 0
+    given = {
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "do_sample": False,
+        "logits_processor": [Forced()],
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        "prefill_chunk_size": 9,
+    }
+    with patched(llama(), mode) as pair:
+        with pytest.warns(UserWarning, match="padding of a row is longer than a chunk"):
+            got = pair.model.generate(ids, attention_mask=mask, **given).logits
+        want = pair.twin.generate(ids, attention_mask=mask, **given).logits
+        assert relative(torch.stack(got).float(), torch.stack(want).float()) < LIMIT
+        cache = pair.handle.new_cache(2, 64)
+        with pytest.raises(InvalidInput, match="padding of a row is longer than a chunk"):
+            pair.model.generate(ids, attention_mask=mask, **given, past_key_values=cache)
+        mask[0, 9:] = 1
+        pair.model.generate(ids, attention_mask=mask, **given, past_key_values=cache)

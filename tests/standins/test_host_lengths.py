@@ -152,6 +152,7 @@ def test_lengths_of_windows():
         batch = cache.batch(ids, new)
         for table in range(3):
             own = batch.of(table)
+            assert "seq_lens" not in vars(own.host), "nobody has read them yet"
             assert list(own.host.seq_lens) == own.seq_lens.tolist()
 
 
@@ -221,6 +222,30 @@ def test_a_graph_plans_its_padded_batch(padding):
     assert (row.graphs, row.breaks) == (1, ()), "its graph holds the kernel"
     with attnops.use(deterministic=True), pytest.raises(StaleGraph, match="policy"):
         step(query, batch=cache.batch(ids, 1))
+
+
+def test_graphs_plan_for_every_page_table():
+    cache, hosts = cache_of("decode", windows=(0, 20)), []
+
+    def prepare(batch):
+        hosts.append([(own.host, own.seq_lens.tolist()) for own in (batch, *batch.others)])
+        return batch
+
+    def model(x, batch):
+        return x * 2 + batch.of(1).seq_lens[:, None]
+
+    step = breakable(
+        model,
+        Buckets(decode=(4,)),
+        tokens=("x",),
+        prepare=prepare,
+        cache=cache,
+        graphs=StandIn(),
+    )
+    ids = [cache.alloc(n) for n in (5, 40)]
+    for _ in range(2):
+        step(torch.zeros(2, 1), batch=cache.batch(ids, 1))
+        assert [list(host.seq_lens) for host, _ in hosts[-1]] == [own for _, own in hosts[-1]]
 
 
 BAD = {

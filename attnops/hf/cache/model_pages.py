@@ -23,10 +23,12 @@ from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, fix_address, ordinary
 from attnops.cache.planner import Planner, device_plan
 from attnops.cache.step import Tokens
+from attnops.core.errors import InvalidInput, fail
 from attnops.core.kernel import Kernel, kernels_of
 from attnops.core.private_torch import count_dispatch_modes
 from attnops.core.problem import Problem, Target, altered
 from attnops.core.select import (
+    _ACTIVE,
     active_policy,
     decode_us,
     key_for,
@@ -35,7 +37,8 @@ from attnops.core.select import (
     workspace_bytes,
 )
 from attnops.graphs.streams import LastStream
-from attnops.hf.cache.step_plans import Kind, StepPlans
+from attnops.hf.cache.names import NAME
+from attnops.hf.cache.step_plans import Held, Kind, StepPlans, is_asked, mean_plan_us
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
 from attnops.ops.pages.plan import over_latents, step_of
@@ -51,6 +54,8 @@ ALL = 2**30
 # Pages are negotiated as if scratch were free. The workspace is then as large as the chosen kernel
 # asks for.
 _PLENTY = 2**30
+# The most policies whose plans are kept.
+POLICIES = 8
 # The most new tokens of a request for which a plan is made: kernels that read one on the device
 # decode, they do not prefill.
 _PLANNED = 8
@@ -104,6 +109,13 @@ def layer_of(layer: Problem) -> Layer:
     return Layer((keys, values), layer.rules.window[0] + 1)
 
 
+class Lengths(NamedTuple):
+    """Tokens of each row, and the versions of the counters that say so."""
+
+    versions: tuple[int, int]
+    rows: list[int]
+
+
 class ModelPages(Pages):
     """Pages for `sizes.rows` requests of `sizes.length` tokens, and the counters of the batch. All
     tensors keep their addresses.
@@ -117,8 +129,12 @@ class ModelPages(Pages):
     windows.
     plan_of: the kernel of decode steps that may read a plan, and its layer; None: no kernel does.
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
-    known_plans: what `plans` found, by the policy.
+    known_plans: what `plans` found, by the policy, of the last few policies.
     begun: kinds of steps whose kernels have begun to be compiled.
+    lengths: tokens of each row, as the host knows them. Whoever replays a graph that counts tokens,
+        which changes no version, sets it to None.
+    captured: did the caller capture a step? Nobody is told of its replays, so lengths are read
+        before each planned step.
     counters: the tensors that a step writes besides keys, values and latents.
     """
 
@@ -150,9 +166,9 @@ class ModelPages(Pages):
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
         self.known_plans: dict[str, StepPlans | None] = {}
-        # The tokens of each row as the host knows them, with `_versions`, and those after the step
-        # under way.
-        self._known: tuple[tuple[int, int], list[int]] | None = None
+        self.lengths: Lengths | None = None
+        self.captured = False
+        # The tokens of each row after the step under way.
         self._after: list[int] = []
         self.one_launch()
         with ordinary():
@@ -211,7 +227,7 @@ class ModelPages(Pages):
         It is taken where its kernel costs less than rotation, write and attention together, or is
         forced; and never where the kernel of attention is forced.
         """
-        key = active_policy()
+        key = _ACTIVE.key
         if key not in self._one_launch:
             if torch.compiler.is_compiling():
                 return ()
@@ -223,9 +239,10 @@ class ModelPages(Pages):
         """The host's plans of steps of one token, under the policy in force; None where no kernel
         reads one, and in a trace or under a mode with another policy than those before.
 
-        A kernel that reads one is taken where it is forced, preferred, or the fastest.
+        A kernel that reads one is taken where it is forced or preferred, or where its layers win
+        more time than its plans take.
         """
-        key = active_policy()
+        key = _ACTIVE.key
         if key not in self.known_plans:
             # Modes may be those of a capture, or make tensors without memory.
             if torch.compiler.is_compiling() or count_dispatch_modes():
@@ -235,14 +252,26 @@ class ModelPages(Pages):
                 for layer, table in self._kinds.items()
                 if (planner := self._planned(layer)) is not None
             }
-            self.known_plans[key] = self._plans_of(kinds) if kinds else None
+            policy = parse_policy(key_for(self.sizes.layers[0].op, self.sizes.kernel))
+            self.keep(key, StepPlans(self, kinds, policy) if kinds else None)
         return self.known_plans[key]
 
-    def _plans_of(self, kinds: dict[Problem, Kind]) -> StepPlans:
-        self.stream.own(*(kind.planner.workspace for kind in kinds.values()))
-        op = self.sizes.layers[0].op
-        forced = parse_policy(key_for(op, self.sizes.kernel)).forced(op)
-        return StepPlans(self, kinds, forced is not None)
+    def keep(self, policy: str, plans: StepPlans | None) -> None:
+        """Keep the plans of a policy, and those of the last few others."""
+        known = self.known_plans
+        dropped = [known.pop(policy, None)]
+        while len(known) >= POLICIES:
+            dropped.append(known.pop(next(iter(known))))
+        for old in filter(None, dropped):
+            self.stream.leave(*old.workspaces)
+        known[policy] = plans
+        if plans is not None:
+            self.stream.own(*plans.workspaces)
+
+    def held_plans(self) -> Held | None:
+        """As `plans`, for graphs."""
+        plans = self.plans()
+        return None if plans is None else Held(self, active_policy(), plans)
 
     def _planned(self, layer: Problem) -> Planner | None:
         if over_latents(layer) or self._takes_one_launch(layer, self._room):
@@ -250,10 +279,15 @@ class ModelPages(Pages):
         decode = altered(self._decode(layer), workspace=self._room)
         key = key_for(layer.op, self.sizes.kernel)
         found, rows = select(altered(decode, plan="host"), key), self.sizes.rows
-        if found.kernel is None or found.rank >= select(decode, key).rank:
+        without = select(decode, key)
+        if found.kernel is None or found.rank >= without.rank:
             return None
         planning = kernels_of(f"plan_{layer.op}").get(found.kernel.name)
         if planning is None or planning.plan.sizes is None:
+            return None
+        won_us = self.sizes.layers.count(layer) * (decode_us(without) - decode_us(found))
+        asked = is_asked(found.policy, layer.op, planning.name)
+        if not asked and won_us <= mean_plan_us(planning, found.problem, rows):
             return None
         return Planner(
             replace(layer, page_size=self.page_size),
@@ -273,17 +307,28 @@ class ModelPages(Pages):
         plans = self.plans()
         if plans is None:
             return
-        known, self._known = self._known, None  # until the step is done
-        if known is not None and known[0] == self._versions() and len(known[1]) == live:
-            before = known[1]
-        else:
+        known, self.lengths = self.lengths, None  # until the step is done
+        if known is None or known.versions != self._versions() or len(known.rows) != live:
             before = (self.seen - self.pad[:live]).tolist()
+        else:
+            before = known.rows
+        self._check(before)
         self._after = [n + 1 for n in before]
-        plans.make(self._after + [1] * (rows - live))
+        plans.make(self, self._after + [1] * (rows - live))
+
+    def _check(self, before: list[int]) -> None:
+        """Raise InvalidInput for rows of so many tokens that have no room for one more."""
+        most = self.sizes.length
+        if min(before, default=0) < 0:
+            got = "rows that the step before did not have"
+            fail(InvalidInput, NAME, got, "the rows of the step before, or reset()")
+        if max(before, default=0) >= most:
+            fail(InvalidInput, NAME, "a cache that is full", f"fewer than {most} tokens of a row")
 
     def stepped(self) -> None:
         """The step of `plan_step` was replayed."""
-        self._known = self._versions(), self._after
+        if not self.captured:
+            self.lengths = Lengths(self._versions(), self._after)
 
     def _versions(self) -> tuple[int, int]:
         """They change with every write but those of graphs: graphs of prompts leave the counters
@@ -330,8 +375,10 @@ class ModelPages(Pages):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages and the workspace."""
-        return self._room + sum(pool.nbytes for pool in self.pools)
+        """Bytes of the pages, the workspace, and those of plans."""
+        plans = filter(None, tuple(self.known_plans.values()))
+        scratch = (each.nbytes for made in plans for each in made.workspaces)
+        return self._room + sum(pool.nbytes for pool in self.pools) + sum(scratch)
 
     def use(self) -> None:
         """Let work to come on the current stream follow the work so far on the pages.

@@ -30,7 +30,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.cache.planner import Planner
 from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
-from attnops.core.private_torch import FakeTensor, count_dispatch_modes
+from attnops.core.private_torch import FakeTensor, capturing, count_dispatch_modes
 from attnops.core.record import need
 from attnops.core.select import _ACTIVE
 from attnops.graphs.per_layer import NotRegional
@@ -50,7 +50,7 @@ class Step(NamedTuple):
     not.
     fresh: the cache was empty before the step.
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
-    planners: as in `StepPlans`, likewise.
+    planners: as in `StepPlans`; empty where no layer reads a plan.
     """
 
     batch: PagedBatch
@@ -434,12 +434,16 @@ class PagedModelCache(Cache):
             pages.past(before, table) if window and long else None
             for table, window in enumerate(pages.windows)
         )
-        plans = None
-        if not fresh:
-            key = _ACTIVE.key
-            plans = pages.known_plans[key] if key in pages.known_plans else pages.plans()
+        compiles = torch.compiler.is_compiling()
+        fake = isinstance(before, FakeTensor)
+        own = compiles or fake or state.start is not None
+        by_hand = before.is_cuda and not own and capturing(before)
+        if by_hand:
+            pages.captured = True
+        # Several tokens of a fresh step attend to each other.
+        plans = None if by_hand or (fresh and count > 1) else pages.plans()
         # A run on fake tensors, as of `explain`, stores no token.
-        stores = torch.compiler.is_compiling() or not isinstance(before, FakeTensor)
+        stores = compiles or not fake
         planners: tuple[Planner | None, ...] = ()
         if plans is not None:
             planners = _planned(plans, state, before, count, batch)
@@ -490,16 +494,17 @@ def _planned(
     plans: StepPlans, state: State, before: Tensor, count: int, batch: PagedBatch
 ) -> tuple[Planner | None, ...]:
     """The Planners of a step, which is planned unless a graph will: only graphs have the padding of
-    the step before, so that here the host waits. Empty where nobody plans."""
+    the step before, so that here the host waits, for a kernel that was asked for alone. Empty where
+    nobody plans."""
     in_graph, compiles = state.start is not None, torch.compiler.is_compiling()
     if in_graph or (isinstance(before, FakeTensor) and not compiles):
-        return plans.planners if count == 1 else ()
-    if compiles or not (count == 1 or plans.forced):
+        return plans.planners if count == 1 or plans.forced else ()
+    if compiles or not (plans.forced or (count == 1 and plans.asked)):
         return ()
-    lengths = [max(n + count, 1) for n in before.tolist()]
+    pages, lengths = state.pages, [max(n + count, 1) for n in before.tolist()]
     if count > 1:
-        return plans.extend(lengths, count, batch)
-    plans.make(lengths)
+        return plans.extend(pages, lengths, count, batch)
+    plans.make(pages, lengths)
     return plans.planners
 
 

@@ -409,6 +409,8 @@ class Decoder:
             state.pages.use()
             found = self._of(state, rows)
             self._latest, self.last_mode = weakref.ref(found), found.mode
+            if found.graphed.ahead is None:
+                state.pages.lengths = None
             try:
                 yield found
             finally:

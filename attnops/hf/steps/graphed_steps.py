@@ -90,7 +90,7 @@ def graphed_steps(
         tokens=(),
         requests=("input_ids", "position_ids", "live"),
         state=cache.state.pages.counters,
-        ahead=cache.state.pages if cache.state.pages.plans() else None,
+        ahead=cache.state.pages.held_plans(),
         over_budget=how.over_budget,
         check_every=how.check_every,
         **options_of(model, how),

@@ -82,6 +82,7 @@ def is_prompt(given: dict[str, Any], least: int) -> bool:
     return tokens and not torch.is_grad_enabled() and isinstance(cache_in(given), PagedModelCache)
 
 
+_UNPLANNED = "the kernel needs a plan of the host, which later chunks do not have"
 _NO_ROOM = "the budget of graphs (Decode.budget_bytes) has no room for its size"
 
 # Of a config: further results of every call.
@@ -216,6 +217,10 @@ class Prompts:
         whole = self._of_length or cache.latent or any(state.pages.windows)
         most = sum(counts) if whole else CHUNK
         parts = parts_of(counts, [max(seen - s, 0) for s in starts], most)
+        plans = state.pages.plans()
+        if plans is not None and plans.forced and not all(part.fresh for part in parts):
+            self.why = _UNPLANNED
+            return None
         over = self._graphs_of(parts, graphs, recorded)
         if self.why:
             return None

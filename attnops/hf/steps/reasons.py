@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from attnops.core.kernel import kernels_of
 from attnops.core.record import need
+from attnops.core.select import key_for, parse_policy
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.model_pages import ALL, DRAFTS
 from attnops.hf.cache.names import cache_in
@@ -23,6 +25,10 @@ _DRAWN = ("drop", "jitter", "noise")
 PREPARES = "prepare_inputs_for_generation was replaced, and may bring positions of its own"
 REPLACED = "the model's forward was replaced or compiled, and its steps are left to it"
 
+LATE = (
+    "the padding of a row is longer than a chunk (prefill_chunk_size), and the kernel needs a plan "
+    "of the host, which has no such rows"
+)
 HOOKED = "hooks of the caller on {} run at every step"
 
 
@@ -103,8 +109,8 @@ class Call(NamedTuple):
         return any(getattr(config, output, None) for config in (self.config, self.owner.config))
 
 
-def why_unpaged(call: Call) -> Iterator[Reason]:
-    """Each reason against pages of any call."""
+def why_unpaged(call: Call, kernel: str | None) -> Iterator[Reason]:
+    """Each reason against pages of any call. kernel: that the pages are for, or None."""
     config = call.config
     if cache_in(call.given) is not None:
         yield Reason("the caller passed a cache")
@@ -123,6 +129,8 @@ def why_unpaged(call: Call) -> Iterator[Reason]:
         yield Reason("output_attentions=True wants keys at hand", told=True)
     if call.blocks and has_blocks(call.given):
         yield Reason("tokens of an image see each other both ways", told=True, chosen=False)
+    if needs_plan(kernel) and longer_than_chunks(call):
+        yield Reason(LATE, told=True, chosen=False)
     if prepares(call.owner):
         yield Reason(PREPARES, told=True)
     if by_row := hooked_by_row(call.hooks):
@@ -196,7 +204,28 @@ def refuse_given(call: Call, given: Any, sizes: tuple[int, int], graphed: bool) 
         beside,
         f"{own}, or a model patched with decode='hf'",
     )
+    planned = not given.state.filled and needs_plan(given.state.pages.sizes.kernel)
+    refused = planned and longer_than_chunks(call)
+    need(not refused, cache_names.NAME, f"{kind} where {LATE}", own)
     need(call.beams <= 1, "num_beams", call.beams, "1 with a paged cache: rows keep their pages")
+
+
+def longer_than_chunks(call: Call) -> bool:
+    """Is the padding of a row longer than a chunk of the prompt? The row then has no tokens in the
+    first chunk, and may have fewer than new positions in a later one."""
+    mask = call.given.get("attention_mask")
+    chunk = getattr(call.config, "prefill_chunk_size", None)
+    if chunk is None or mask is None or mask.dim() != 2 or mask.shape[1] <= chunk:
+        return False
+    return not on_host(mask)[:, : chunk + 1].any(1).all()
+
+
+def needs_plan(kernel: str | None) -> bool:
+    """Is the kernel of attention over pages forced, and planned by the host?"""
+    op = "paged_attention"
+    forced = parse_policy(key_for(op, kernel)).forced(op)
+    planning = kernels_of(f"plan_{op}").get(forced or "")
+    return planning is not None and planning.plan.sizes is not None
 
 
 def drafts(call: Call) -> tuple[int, int]:
