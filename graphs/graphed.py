@@ -301,21 +301,25 @@ class Graphed(Options):
         new, old = self.prepare(batch), entry.values[self.batch]
         if len(new.others) != len(old.others):
             self._fail_of_tables(new, old)
+        device = batch.page_table.device.type
         for at, own in enumerate((old, *old.others)):
             made = new.others[at - 1] if at else new
             for name in ("plan", "workspace"):
-                field = f"{self.batch}.others[{at - 1}]" if at else self.batch
-                field += f".{name} of prepare"
-                got = getattr(made, name)
-                want = getattr(own, name)
-                if (now := described(got)) != (then := described(want)):
-                    fail(StaleGraph, field, now, then)
-                if got is None or got.data_ptr() == want.data_ptr():
-                    continue
-                if name == "workspace" or got.device.type == "cpu" != batch.page_table.device.type:
-                    told = (f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}")
-                    fail(StaleGraph, field, *told)
-                want.copy_(got)
+                got, want = getattr(made, name), getattr(own, name)
+                if got is not want:
+                    self._take(f"{path(self.batch, at)}.{name} of prepare", got, want, device)
+
+    def _take(self, field: str, got: Any, want: Any, device: str) -> None:
+        """Take what `prepare` made into the captured buffer. device: the type of the batch's."""
+        if (now := described(got)) != (then := described(want)):
+            fail(StaleGraph, field, now, then)
+        if got.data_ptr() == want.data_ptr():
+            return
+        whole = field.endswith(".workspace of prepare")
+        if whole or got.device.type == "cpu" != device:
+            told = f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}"
+            fail(StaleGraph, field, *told)
+        want.copy_(got)
 
     def _fail_of_tables(self, planned: PagedBatch, given: PagedBatch) -> NoReturn:
         got, want = len(planned.others), len(given.others)
