@@ -49,7 +49,7 @@ SIZES: dict[str, dict[str, int]] = {
     "mxfp4_experts": MIXTURE | {"In": 64, "Half": 32, "Out": 16},
     "route": MIXTURE | {"E": 8},
     "linear": MIXTURE,
-    "rms_norm": {"In": 8, "eps": 1e-5},
+    "rms_norm": {"In": 8},
     "request_starts": {"S": 3},
     "token_rows": {"starts": 3},
     "kv_indices": {"B": 1},
@@ -59,6 +59,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 NUMBERS: dict[str, Any] = {
     "scale": 0.3,
+    "eps": 1e-5,
     "max_seqlen_q": 2,
     "max_seqlen_k": 3,
     "num_tokens": 3,
