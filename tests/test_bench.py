@@ -524,7 +524,7 @@ CPU_ONLY = ["--device", "cpu"]
         (["decode", "--ways", "nope", *CPU_ONLY], "ways: got 'nope', want some of hf_eager"),
         (
             ["kernels", "--ways", "hf_eager"],
-            "suites: got kernels, want generate, decode, prefill or training_steps, for --ways",
+            "suites: got kernels, want one of cliffs, compile, decode, first_token, generate,",
         ),
         (["overhead", "--points", "8x1k"], "suites: got overhead, want one that measures models"),
         (["overhead", *CPU_ONLY, "--out", __file__], "want a folder"),

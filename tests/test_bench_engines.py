@@ -263,6 +263,7 @@ def test_the_command_takes_engines(monkeypatch):
     assert CliRunner().invoke(app, ["bench", "generate", *options]).exit_code == 0
     assert seen == [(("vllm", "a=b"), ("sglang", "c"))]
     other = CliRunner().invoke(app, ["bench", "overhead", *options])
-    assert other.exit_code != 0 and "generate or decode, for --engine" in " ".join(
-        other.output.split()
+    assert (
+        other.exit_code != 0
+        and "one of decode, first_token, generate, for --engine" in " ".join(other.output.split())
     )

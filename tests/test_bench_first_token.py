@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the suite measures transformers models")
 
-from attnops.bench import first_token, models, ways
+from attnops.bench import first_token, models, run, ways
+from attnops.cli import bench
 from attnops.hf import Decode
 from attnops.hf.steps import prompt
 from tests.graphs.standin import StandIn
@@ -31,6 +32,11 @@ def graphs(monkeypatch):
 
 def rows(case):
     return by_way(first_token.cases(TWO)[case]())
+
+
+@pytest.mark.parametrize("suite", ways.WAYS)
+def test_the_command_takes_ways_of_every_suite_that_has_some(suite):
+    assert not bench.unmet(replace(TOY, ways=tuple(ways.WAYS[suite])), run.named((suite,)))
 
 
 def test_a_point_is_timed_from_the_third_call_on(graphs):

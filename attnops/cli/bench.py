@@ -12,9 +12,13 @@ from attnops.bench import Setup
 from attnops.bench.files import Report, compare, read
 from attnops.bench.rows import further
 from attnops.bench.run import Suite, named, run as run_suites
+from attnops.bench.ways import WAYS
 from attnops.cli.tables import Data, new_table
 from attnops.configs import quiet_transformers
 from attnops.core.errors import InvalidInput
+
+ENGINES = {"decode", "first_token", "generate"}
+"""The suites that measure other engines beside."""
 
 
 def run(
@@ -66,10 +70,10 @@ def unmet(setup: Setup, suites: tuple[Suite, ...]) -> str:
     names = {suite.name for suite in suites}
     if (setup.model or setup.layers or setup.points) and not any(suite.models for suite in suites):
         return "one that measures models, for --model, --layers and --points"
-    if setup.ways and not names & {"generate", "decode", "prefill", "training_steps"}:
-        return "generate, decode, prefill or training_steps, for --ways"
-    if setup.engines and not names & {"generate", "decode"}:
-        return "generate or decode, for --engine"
+    if setup.ways and not names & WAYS.keys():
+        return f"one of {', '.join(sorted(WAYS))}, for --ways"
+    if setup.engines and not names & ENGINES:
+        return f"one of {', '.join(sorted(ENGINES))}, for --engine"
     return ""
 
 
