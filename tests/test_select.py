@@ -74,6 +74,7 @@ from attnops.lowering.explain import packages_of_kernels
 from attnops.measured import Grid, Table
 from attnops.ops import OPS
 from attnops.testing import CASES
+from tests.graphs.models import BOUNDARY
 from tests.helpers import ROOT, ready_process, torch_process
 
 F64 = torch.float64
@@ -351,7 +352,9 @@ def test_every_reference_is_lowered_in_place_or_judges(op, arch):
             sizes = {n: Extent.of(size) for n in ("tokens", "batch", "queries", "context")}
             found = select_by(None, altered(problem, **wide, **sizes))
             if found.kernel is not None and found.kernel.judge:
-                assert not found.passed_over and found.by_judge, (str(case), str(found))
+                # Tests of graphs in this process leave a kernel of theirs behind.
+                others = {*found.passed_over} - {BOUNDARY}
+                assert not others and found.by_judge, (str(case), str(found))
 
 
 def test_policies_name_kernels_that_exist():
