@@ -306,12 +306,12 @@ def no_waits(monkeypatch):
     """How many steps were planned from lengths that the host knows. A wait in one is an error."""
     planned_steps, plan_step = [], ModelPages.plan_step
 
-    def watched(self, rows, live):
+    def watched(self, plans, rows, live):
         known = self.lengths is not None and live > 0
         planned_steps.append(known)
         torch.cuda.set_sync_debug_mode("error" if known else "default")
         try:
-            plan_step(self, rows, live)
+            plan_step(self, plans, rows, live)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

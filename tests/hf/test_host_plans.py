@@ -25,6 +25,7 @@ from attnops.core.problem import Target, altered, pretend
 from attnops.hf.cache import model_pages
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.step_plans import StepPlans, mean_plan_us
+from attnops.hf.steps.reasons import needs_plan
 from attnops.ops import paged_layers
 from attnops.ops.pages.plan import step_of
 from tests.hf.decoding import Beside, how, logits
@@ -160,9 +161,9 @@ def test_a_step_over_the_same_pages_has_no_new_plan(monkeypatch):
     waited = []
     plan_step = ModelPages.plan_step
 
-    def spy(self, rows, live):
+    def spy(self, plans, rows, live):
         waited.append(live > 0 and self.lengths is None)
-        plan_step(self, rows, live)
+        plan_step(self, plans, rows, live)
 
     monkeypatch.setattr(ModelPages, "plan_step", spy)
     with patched(llama(), "breakable") as pair:
@@ -417,11 +418,26 @@ def test_plans_of_the_last_few_policies_are_kept(monkeypatch):
             for at in range(12, 60):
                 with attnops.use(**policies[at // 2 % 4]):
                     out.append(step(at))
-                assert len(pages.known_plans) <= 2
+                assert sum(plans is not None for plans in pages.known_plans.values()) <= 2
             found.append(torch.cat(out, 1).float())
             if kernel == "flashinfer":
                 assert pair.ran["decode.run"]
     assert max(relative(*each) for each in zip(*(x.unbind(1) for x in found), strict=True)) < LIMIT
+
+
+@pytest.mark.parametrize("kernel", ["flashmla", "triton", None])
+def test_other_kernels_need_no_plan(kernel):
+    """One of latents alone is no kernel of keys and values."""
+    assert not needs_plan(kernel)
+    assert needs_plan("flashinfer")
+
+
+def test_pages_of_a_new_cache_were_captured_by_nobody():
+    with stepped(llama(), "flashinfer") as (pair, cache, _):
+        pages = cache.state.pages
+        pages.captured = True
+        cache.state.give_back()
+        assert pair.handle.new_cache(*pages.sizes[:2]).state.pages is pages and not pages.captured
 
 
 def test_bytes_of_plans():

@@ -89,6 +89,7 @@ class Pool:
             cache = over(found or self._new(sizes, wanted, page_size))
             if found is not None:
                 self._idle.remove(found)
+                found.captured = False  # graphs of the caller's were of another cache
             state = cache.state
             state.give_back = finalizer = weakref.finalize(state, self._idle.append, state.pages)
             finalizer.atexit = False

@@ -248,9 +248,9 @@ class ModelPages(Pages):
             if torch.compiler.is_compiling() or count_dispatch_modes():
                 return None
             kinds = {
-                layer: Kind(planner, table, self.windows[table])
+                layer: Kind(planned[0], table, self.windows[table], planned[1])
                 for layer, table in self._kinds.items()
-                if (planner := self._planned(layer)) is not None
+                if (planned := self._planned(layer)) is not None
             }
             policy = parse_policy(key_for(self.sizes.layers[0].op, self.sizes.kernel))
             self.keep(key, StepPlans(self, kinds, policy) if kinds else None)
@@ -260,8 +260,11 @@ class ModelPages(Pages):
         """Keep the plans of a policy, and those of the last few others."""
         known = self.known_plans
         dropped = [known.pop(policy, None)]
-        while len(known) >= POLICIES:
-            dropped.append(known.pop(next(iter(known))))
+        # A policy without plans holds no memory, and its graphs stay without.
+        held = [each for each, made in known.items() if made is not None]
+        more = len(held) + 1 - POLICIES
+        if plans is not None and more > 0:
+            dropped += [known.pop(each) for each in held[:more]]
         for old in filter(None, dropped):
             self.stream.leave(*old.workspaces)
         known[policy] = plans
@@ -273,7 +276,9 @@ class ModelPages(Pages):
         plans = self.plans()
         return None if plans is None else Held(self, active_policy(), plans)
 
-    def _planned(self, layer: Problem) -> Planner | None:
+    def _planned(self, layer: Problem) -> tuple[Planner, bool] | None:
+        """(the Planner of a kind of layer, is its kernel asked for, or alone of its rank?). None:
+        no step is planned."""
         if over_latents(layer) or self._takes_one_launch(layer, self._room):
             return None
         decode = altered(self._decode(layer), workspace=self._room)
@@ -286,10 +291,11 @@ class ModelPages(Pages):
         if planning is None or planning.plan.sizes is None:
             return None
         won_us = self.sizes.layers.count(layer) * (decode_us(without) - decode_us(found))
-        asked = is_asked(found.policy, layer.op, planning.name)
+        behind = found.rank[:3] != without.rank[:3]  # the other is one of last resort
+        asked = behind or is_asked(found.policy, layer.op, planning.name)
         if not asked and won_us <= mean_plan_us(planning, found.problem, rows):
             return None
-        return Planner(
+        planner = Planner(
             replace(layer, page_size=self.page_size),
             max_tokens=rows,
             max_requests=rows,
@@ -297,16 +303,14 @@ class ModelPages(Pages):
             device=self.sizes.device,
             kernel=planning.name,
         )
+        return planner, asked
 
-    def plan_step(self, rows: int, live: int) -> None:
+    def plan_step(self, plans: StepPlans, rows: int, live: int) -> None:
         """Plan a step of one token of `rows` rows in a graph, of which the first `live` are rows of
         the batch, outside of graphs. The host waits where the step before was none of graphs.
 
         Padding rows read the first token of their pages, as in the graph.
         """
-        plans = self.plans()
-        if plans is None:
-            return
         known, self.lengths = self.lengths, None  # until the step is done
         if known is None or known.versions != self._versions() or len(known.rows) != live:
             before = (self.seen - self.pad[:live]).tolist()

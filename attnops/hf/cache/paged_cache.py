@@ -496,8 +496,10 @@ def _planned(
     """The Planners of a step, which is planned unless a graph will: only graphs have the padding of
     the step before, so that here the host waits, for a kernel that was asked for alone. Empty where
     nobody plans."""
-    in_graph, compiles = state.start is not None, torch.compiler.is_compiling()
-    if in_graph or (isinstance(before, FakeTensor) and not compiles):
+    compiles = torch.compiler.is_compiling()
+    if state.start is not None:
+        return plans.planners if count == 1 else ()  # graphs plan one token a row
+    if isinstance(before, FakeTensor) and not compiles:
         return plans.planners if count == 1 or plans.forced else ()
     if compiles or not (plans.forced or (count == 1 and plans.asked)):
         return ()

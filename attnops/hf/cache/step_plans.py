@@ -32,11 +32,12 @@ SIZES = 2
 
 class Kind(NamedTuple):
     """Layers that share a plan. table: the number of their page table. window: of that, in tokens;
-    0: none."""
+    0: none. asked: is its kernel forced or preferred, or is there none but one of last resort?"""
 
     planner: Planner
     table: int
     window: int
+    asked: bool
 
     def last(self) -> Tensor | None:
         """See `Plan.last`."""
@@ -70,13 +71,13 @@ class StepPlans:
 
     kinds: by the layers' Problem. planners: for each layer its own, or None. forced: is the kernel
     to serve steps of several tokens, too? asked: are steps outside of graphs planned, for which
-    the host waits? So they are for a kernel that is forced or preferred.
+    the host waits? So they are where one of the kinds is.
     """
 
     def __init__(self, pages: ModelPages, kinds: dict[Problem, Kind], policy: Policy) -> None:
         op = pages.sizes.layers[0].op
         self.forced = policy.forced(op) is not None
-        self.asked = any(is_asked(policy, op, kind.planner.kernel) for kind in kinds.values())
+        self.asked = any(kind.asked for kind in kinds.values())
         self._kinds = tuple(kinds.values())
         known = map(kinds.get, pages.sizes.layers)
         self.planners = tuple(kind and kind.planner for kind in known)
@@ -162,7 +163,8 @@ class Held:
         """As `ModelPages.plan_step`, with these plans."""
         if self._pages.known_plans.get(self._policy) is not self._plans:
             self._pages.keep(self._policy, self._plans)  # those of others had taken their place
-        self._pages.plan_step(rows, live)
+            self._pages.use()
+        self._pages.plan_step(self._plans, rows, live)
 
 
 def replanner(own: Planner, table: PagedBatch, tokens: int) -> Planner:

@@ -13,7 +13,7 @@ from attnops.core.select import key_for, parse_policy
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.model_pages import ALL, DRAFTS
 from attnops.hf.cache.names import cache_in
-from attnops.hf.cache.support import has_blocks
+from attnops.hf.cache.support import has_blocks, is_latent
 from attnops.hf.generation import on_host, running_generation
 from attnops.hf.models.methods import Method, is_compiled, is_replaced
 from attnops.hf.steps.around import global_hooks
@@ -129,7 +129,7 @@ def why_unpaged(call: Call, kernel: str | None) -> Iterator[Reason]:
         yield Reason("output_attentions=True wants keys at hand", told=True)
     if call.blocks and has_blocks(call.given):
         yield Reason("tokens of an image see each other both ways", told=True, chosen=False)
-    if needs_plan(kernel) and longer_than_chunks(call):
+    if longer_than_chunks(call) and needs_plan(kernel) and not _has_latents(call.owner):
         yield Reason(LATE, told=True, chosen=False)
     if prepares(call.owner):
         yield Reason(PREPARES, told=True)
@@ -204,8 +204,8 @@ def refuse_given(call: Call, given: Any, sizes: tuple[int, int], graphed: bool) 
         beside,
         f"{own}, or a model patched with decode='hf'",
     )
-    planned = not given.state.filled and needs_plan(given.state.pages.sizes.kernel)
-    refused = planned and longer_than_chunks(call)
+    first = not (given.latent or given.state.filled) and longer_than_chunks(call)
+    refused = first and needs_plan(given.state.pages.sizes.kernel)
     need(not refused, cache_names.NAME, f"{kind} where {LATE}", own)
     need(call.beams <= 1, "num_beams", call.beams, "1 with a paged cache: rows keep their pages")
 
@@ -223,9 +223,16 @@ def longer_than_chunks(call: Call) -> bool:
 def needs_plan(kernel: str | None) -> bool:
     """Is the kernel of attention over pages forced, and planned by the host?"""
     op = "paged_attention"
+    if kernel is not None and kernel not in kernels_of(op):
+        return False  # it is one of latents
     forced = parse_policy(key_for(op, kernel)).forced(op)
     planning = kernels_of(f"plan_{op}").get(forced or "")
     return planning is not None and planning.plan.sizes is not None
+
+
+def _has_latents(owner: Any) -> bool:
+    """Do layers of the model attend to latents, which are planned in no step?"""
+    return any(map(is_latent, owner.modules()))
 
 
 def drafts(call: Call) -> tuple[int, int]:
