@@ -54,7 +54,7 @@ class Bucket:
         return f"{self.kind}{queries}{self._shared}"
 
     @property
-    def of(self) -> str:
+    def label(self) -> str:
         """The kind of its batches, for reports."""
         return f"{self.kind}{self._shared}"
 

@@ -307,16 +307,17 @@ class Graphed(Options):
             for name in ("plan", "workspace"):
                 got, want = getattr(made, name), getattr(own, name)
                 if got is not want:
-                    self._take(f"{path(self.batch, at)}.{name} of prepare", got, want, device)
+                    field = f"{path(self.batch, at)}.{name} of prepare"
+                    self._take(field, got, want, device, stays=name == "workspace")
 
-    def _take(self, field: str, got: Any, want: Any, device: str) -> None:
-        """Take what `prepare` made into the captured buffer. device: the type of the batch's."""
+    def _take(self, field: str, got: Any, want: Any, device: str, stays: bool) -> None:
+        """Take what `prepare` made into the captured buffer. device: the type of the batch's.
+        stays: the buffer must be the captured one, without a copy."""
         if (now := described(got)) != (then := described(want)):
             fail(StaleGraph, field, now, then)
         if got.data_ptr() == want.data_ptr():
             return
-        whole = field.endswith(".workspace of prepare")
-        if whole or got.device.type == "cpu" != device:
+        if stays or got.device.type == "cpu" != device:
             told = f"address {got.data_ptr():#x}", f"{want.data_ptr():#x}"
             fail(StaleGraph, field, *told)
         want.copy_(got)

@@ -22,22 +22,23 @@ from .stale import Guard, described
 class _Rows(NamedTuple):
     """A buffer with a row for every token or request, or one for the step, and `more`.
 
-    name: for messages. pad: fills padding rows; None: lengths, see `_pad_requests`.
+    pad: fills padding rows; None: lengths, see `_pad_requests`. name: for messages.
     """
 
-    name: str
     tensor: Tensor
     per: Literal["token", "request", "step"]
     pad: int | None = 0
     more: int = 0
+    name: str = ""
 
 
 _Buffers = dict[str, _Rows]
 
 
-def _by_field(*rows: _Rows) -> _Buffers:
-    """The buffers of a batch, or of a part of it, by the name of the field."""
-    return {r.name.rpartition(".")[2]: r for r in rows}
+def _fields(of: str, rows: _Buffers) -> _Buffers:
+    """The buffers of a batch's fields, with their names for messages. of: the batch, or its
+    part."""
+    return {field: r._replace(name=f"{of}.{field}") for field, r in rows.items()}
 
 
 class Inputs:
@@ -79,18 +80,18 @@ class Inputs:
             shared = table.shared
             parts = () if shared is None else (shared.page_table, shared.rest_table)
             width = max(t.shape[1] for t in (table.page_table, *cached[at : at + 1], *parts))
-            zeros, prefix = self._ones.new_zeros, f"others[{at - 1}]." if at else ""
+            zeros = self._ones.new_zeros
             long = torch.zeros(tokens, dtype=torch.int64, device=device)
-            rows = _by_field(
-                _Rows(f"{prefix}page_table", zeros(requests, width), "request"),
-                _Rows(f"{prefix}seq_lens", zeros(requests), "request", None),
-                _Rows(f"{prefix}cu_seqlens_q", zeros(requests + 1), "request", None, 1),
-                _Rows(f"{prefix}slots", long - 1, "token", -1),
-                _Rows(f"{prefix}positions", long, "token"),
-            )
+            rows = {
+                "page_table": _Rows(zeros(requests, width), "request"),
+                "seq_lens": _Rows(zeros(requests), "request", None),
+                "cu_seqlens_q": _Rows(zeros(requests + 1), "request", None, 1),
+                "slots": _Rows(long - 1, "token", -1),
+                "positions": _Rows(long, "token"),
+            }
             tensors: Values = {n: r.tensor for n, r in rows.items()}
             tensors["workspace"] = table.workspace
-            self._tables.append(rows)
+            self._tables.append(_fields(path(self._name, at), rows))
             made.append(PagedBatch(**tensors, max_seqlen_q=0, holes=table.holes))
         first, *others = made
         self._batch = replace(first, others=tuple(others))
@@ -102,13 +103,14 @@ class Inputs:
         requests = len(self._ones) - 1
         width, zeros = self.widths[0], self._ones.new_zeros
         with ordinary():
-            self._shared = _by_field(
-                _Rows("shared.page_table", zeros(1, width), "step"),
-                _Rows("shared.seq_lens", zeros(1), "step"),
-                _Rows("shared.cu_seqlens_q", zeros(2), "step", 0, 1),
-                _Rows("shared.rest_table", zeros(requests, width), "request"),
-                _Rows("shared.rest_lens", zeros(requests), "request", None),
-            )
+            rows = {
+                "page_table": _Rows(zeros(1, width), "step"),
+                "seq_lens": _Rows(zeros(1), "step"),
+                "cu_seqlens_q": _Rows(zeros(2), "step", 0, 1),
+                "rest_table": _Rows(zeros(requests, width), "request"),
+                "rest_lens": _Rows(zeros(requests), "request", None),
+            }
+        self._shared = _fields(f"{self._name}.shared", rows)
 
     def _buffers(self) -> Iterator[_Rows]:
         every = self._rows, *self._tables, self._shared
@@ -200,7 +202,7 @@ class Inputs:
             "step": (1, 1),
         }
         # Every step runs this loop before its replay, so that it calls no Python function.
-        for (name, buffer, per, pad, more), given in rows:
+        for (buffer, per, pad, more, name), given in rows:
             filled, count = sizes[per]
             filled, count = filled + more, count + more
             if given.shape[0] != filled:
@@ -248,12 +250,10 @@ class Inputs:
 
     def _check_null(self, batch: PagedBatch | None, tokens: int, requests: int) -> None:
         """Raise InvalidInput for a batch with tokens of no request."""
-        if batch is None:
-            return
-        for table in (batch, *batch.others):
-            if table.padded or tokens != requests:
-                want = "one token a request and padded=False, which padding='null' requires"
-                fail(InvalidInput, "batch", "tokens of no request", want)
+        tables = () if batch is None else (batch, *batch.others)
+        if tables and (tokens != requests or any(table.padded for table in tables)):
+            want = "one token a request and padded=False, which padding='null' requires"
+            fail(InvalidInput, self._name, "tokens of no request", want)
 
     def _pad_requests(
         self, rows: _Buffers, bucket: Bucket, tokens: int, requests: int, null: bool
@@ -294,7 +294,8 @@ def _like(name: str, values: Values, rows: int, per: Literal["token", "request"]
     """A buffer of so many rows like the argument of this name. Raises InvalidInput."""
     given = rows_of(name, values)
     shape = rows, *given.shape[1:]
-    return _Rows(name, torch.zeros(shape, dtype=given.dtype, device=given.device), per)
+    buffer = torch.zeros(shape, dtype=given.dtype, device=given.device)
+    return _Rows(buffer, per, name=name)
 
 
 def _at(t: Tensor | None) -> str:

@@ -80,7 +80,7 @@ class Report:
     @property
     def modes(self) -> dict[str, str]:
         """`whole` or `piecewise`, by kind of batch."""
-        return {r.bucket.of: r.mode for r in self.rows}
+        return {r.bucket.label: r.mode for r in self.rows}
 
     def _table(self) -> list[str]:
         cells: list[tuple[str, ...]] = [

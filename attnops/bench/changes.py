@@ -167,8 +167,8 @@ def batches(sizes: Sizes, at: int, some: Random) -> Turn:
 
 
 def texts(sizes: Sizes, at: int, some: Random) -> Turn:
-    """Prompts of one row, of which most are short and some longer than all before: the logarithm of
-    the length is evenly spread."""
+    """Prompts of one row. The logarithm of the length is evenly spread: most prompts are short, and
+    some are longer than all before."""
     point = Point(1, round(sizes.text ** some.random()))
     return partial(Side.call, point=point, seed=at)
 

@@ -147,10 +147,11 @@ def judged(sides: dict[str, Side], way: str, turns: dict[int, Turn], texts: list
     for at, turn in turns.items():
         text, logits = turn(sides[HF], True)
         model = sides[HF].used
-        allowed = models.budget(model, distance(model, logits, exact(model, text)))
+        exact = partial(models.exact_of, model, new=NEW)
+        allowed = models.budget(model, distance(model, logits, exact(text)))
         text, logits = turn(sides[way], True)
-        error = distance(model, logits, exact(model, text))
-        error = max(error, below_the_best(exact(model, texts[at]), texts[at]))
+        error = distance(model, logits, exact(text))
+        error = max(error, models.below_the_best(exact(texts[at]), texts[at]))
         found |= {"budget": digits(allowed)} | ({"error": digits(error)} if error < inf else {})
         if not error <= allowed:
             found["wrong"] = f"{WRONG}call {at} is off by {error:.3g}, allowed {allowed:.3g}"
@@ -158,19 +159,7 @@ def judged(sides: dict[str, Side], way: str, turns: dict[int, Turn], texts: list
     return found
 
 
-def exact(model: Any, text: Tensor) -> Tensor:
-    """Exact logits `[B, NEW, V]` of the new tokens of a text."""
-    logits: Tensor = models.widened(model)(text[:, :-1], logits_to_keep=NEW).logits
-    return logits
-
-
 def distance(model: Any, logits: Tensor | None, exact: Tensor) -> float:
     """Of the logits of a call from exact ones."""
     assert logits is not None, "they are asked for"
     return models.distance(model, logits)(logits, exact)
-
-
-def below_the_best(exact: Tensor, text: Tensor) -> float:
-    """How far the tokens of a text are below the best ones, relative to these."""
-    best, chosen = exact.amax(-1), exact.gather(-1, text[:, -NEW:, None])[..., 0]
-    return float(((best - chosen) / best.abs()).max())

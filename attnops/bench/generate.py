@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from attnops.bench import Point, Setup, models, peers, ways
-from attnops.bench.chunks import InChunks
 from attnops.bench.overhead import in_a_process
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
 from attnops.hf import Decode
@@ -130,11 +129,7 @@ def measure(
 
         return Way(Timed(call, per=new), results, more=more)
 
-    def exactly(text: Tensor) -> Any:
-        """Exact logits `[B, N, V]` of the new tokens of a text."""
-        with InChunks():
-            return models.widened(model)(text[:, :-1], logits_to_keep=new).logits
-
+    exactly = partial(models.exact_of, model, new=new)
     hf = way("hf")
     # Two calls on a GPU may choose other tokens where two are nearly as good, so logits are
     # compared with those of their own text.
@@ -148,12 +143,11 @@ def measure(
         if text.shape != want.shape:
             return inf
         here = exact if torch.equal(text, want) else exactly(text)
-        best, chosen = here.amax(-1), here.gather(-1, text[:, -new:, None])[..., 0]
         error = models.distance(model, logits)(
             logits, here if torch.equal(text, judged) else exactly(judged)
         )
         other = float((text != want).double().mean()) if setup.dtype == torch.float32 else 0.0
-        return max(error, other, float(((best - chosen) / best.abs()).max()))
+        return max(error, other, models.below_the_best(here, text))
 
     def figures(us: float, _: Way) -> Row:
         return {

@@ -320,6 +320,21 @@ def budget(model: Any, base: float) -> float:
     )
 
 
+def exact_of(model: Any, text: Tensor, new: int) -> Tensor:
+    """Exact logits `[B, new, V]` of the last tokens of a text `[B, S]`."""
+    with InChunks():
+        logits: Tensor = widened(model)(text[:, :-1], logits_to_keep=new).logits
+    return logits
+
+
+def below_the_best(exact: Tensor, text: Tensor) -> float:
+    """How far the last tokens of a text are below the best ones, relative to these. exact: their
+    logits, of `exact_of`."""
+    best = exact.amax(-1)
+    chosen = exact.gather(-1, text[:, -exact.shape[1] :, None])[..., 0]
+    return float(((best - chosen) / best.abs()).max())
+
+
 def widened(model: Any) -> Any:
     """The model in float64 if it is float32, else in float32. To save memory, weights are wide only
     while their module runs."""

@@ -77,6 +77,12 @@ class Forced(LogitsProcessor):
         return torch.full_like(scores, -1e9).scatter(1, chosen, 0.0)
 
 
+def asked(new, **more):
+    """Arguments of a `generate()` of so many tokens."""
+    given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    return {**given, "logits_processor": [Forced()], **more}
+
+
 class Pair(Beside):
     """calls: of the stand-ins, by name."""
 
@@ -210,13 +216,7 @@ def test_later_chunks_have_no_plan(mode):
     """The model's own layers run them, and first chunks are captured as before."""
     more = {"compile_after": 0} if mode == "piecewise" else {}
     with patched(llama(), mode, **more) as pair, torch.no_grad():
-        given = {
-            "max_new_tokens": 3,
-            "min_new_tokens": 3,
-            "do_sample": False,
-            "logits_processor": [Forced()],
-            "return_dict_in_generate": True,
-        }
+        given = asked(3, return_dict_in_generate=True)
         ids, took = torch.randint(3, 90, (1, 140)), []
         for _ in range(5):
             cache = pair.handle.new_cache(1, 200)
@@ -329,14 +329,7 @@ def test_steps_captured_by_hand(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_of_one_token(mode):
     ids = torch.tensor([[5], [6]])
-    given = {
-        "max_new_tokens": 8,
-        "min_new_tokens": 8,
-        "do_sample": False,
-        "logits_processor": [Forced()],
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
+    given = asked(8, output_logits=True, return_dict_in_generate=True)
     with patched(llama(), mode) as pair:
         got, want = (
             torch.stack(model.generate(ids, **given).logits).float()
@@ -473,15 +466,8 @@ def test_padding_longer_than_a_chunk(mode):
     ids = torch.randint(3, 90, (2, 30))
     mask = torch.ones_like(ids)
     mask[0, :14] = 0
-    given = {
-        "max_new_tokens": 4,
-        "min_new_tokens": 4,
-        "do_sample": False,
-        "logits_processor": [Forced()],
-        "output_logits": True,
-        "return_dict_in_generate": True,
-        "prefill_chunk_size": 9,
-    }
+    asks = {"output_logits": True, "return_dict_in_generate": True}
+    given = asked(4, **asks, prefill_chunk_size=9)
     with patched(llama(), mode) as pair:
         with pytest.warns(UserWarning, match="padding of a row is longer than a chunk"):
             got = pair.model.generate(ids, attention_mask=mask, **given).logits

@@ -147,6 +147,20 @@ def test_later_chunks_that_cannot_be_captured_cost_first_ones_nothing(error, tri
         assert told in str(pair.handle.report())
 
 
+def test_latents_that_a_wrapped_linear_unfolds():
+    """Layers keep its weights, and the model's own prompts make them anew."""
+
+    def wrap(model):
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj = nn.Sequential(layer.self_attn.kv_b_proj)
+
+    with first("minicpm3") as pair:
+        second_is_captured(pair)
+        pair.change(wrap)
+        assert ways(pair, [(2, 14, 2)] * 2) == ["", ""]
+        assert "kv_b_proj is wrapped" in pair.decoder.prompts.why
+
+
 def test_prompts_over_latents_after_capture(monkeypatch):
     """Compiled layers take none."""
     monkeypatch.undo()

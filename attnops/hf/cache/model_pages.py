@@ -131,10 +131,10 @@ class ModelPages(Pages):
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
     known_plans: what `plans` found, by the policy, of the last few policies.
     begun: kinds of steps whose kernels have begun to be compiled.
-    lengths: tokens of each row, as the host knows them. Whoever replays a graph that counts tokens,
-        which changes no version, sets it to None.
-    captured: did the caller capture a step? Nobody is told of its replays, so lengths are read
-        before each planned step.
+    lengths: tokens of each row, as the host knows them. Code that replays a graph which counts
+        tokens sets it to None: a replay changes no version of a counter.
+    captured: did the caller capture a step? The pages do not see its replays, so each planned step
+        reads the lengths from the device.
     counters: the tensors that a step writes besides keys, values and latents.
     """
 
@@ -247,11 +247,11 @@ class ModelPages(Pages):
             # Modes may be those of a capture, or make tensors without memory.
             if torch.compiler.is_compiling() or count_dispatch_modes():
                 return None
-            kinds = {
-                layer: Kind(planned[0], table, self.windows[table], planned[1])
-                for layer, table in self._kinds.items()
-                if (planned := self._planned(layer)) is not None
-            }
+            kinds: dict[Problem, Kind] = {}
+            for layer, table in self._kinds.items():
+                if (planned := self._planned(layer)) is not None:
+                    planner, asked = planned
+                    kinds[layer] = Kind(planner, table, self.windows[table], asked)
             policy = parse_policy(key_for(self.sizes.layers[0].op, self.sizes.kernel))
             self.keep(key, StepPlans(self, kinds, policy) if kinds else None)
         return self.known_plans[key]
@@ -306,10 +306,11 @@ class ModelPages(Pages):
         return planner, asked
 
     def plan_step(self, plans: StepPlans, rows: int, live: int) -> None:
-        """Plan a step of one token of `rows` rows in a graph, of which the first `live` are rows of
-        the batch, outside of graphs. The host waits where the step before was none of graphs.
+        """Plan a step of a graph, of one token a row. The host waits for the lengths where the step
+        before ran without graphs.
 
-        Padding rows read the first token of their pages, as in the graph.
+        rows: of the graph. live: the first of them, which are rows of the batch. The others are
+        padding rows and read the first token of their pages, as in the graph.
         """
         known, self.lengths = self.lengths, None  # until the step is done
         if known is None or known.versions != self._versions() or len(known.rows) != live:

@@ -434,20 +434,13 @@ class PagedModelCache(Cache):
             pages.past(before, table) if window and long else None
             for table, window in enumerate(pages.windows)
         )
-        compiles = torch.compiler.is_compiling()
-        fake = isinstance(before, FakeTensor)
-        own = compiles or fake or state.start is not None
-        by_hand = before.is_cuda and not own and capturing(before)
-        if by_hand:
-            pages.captured = True
-        # Several tokens of a fresh step attend to each other.
-        plans = None if by_hand or (fresh and count > 1) else pages.plans()
-        # A run on fake tensors, as of `explain`, stores no token.
-        stores = compiles or not fake
         planners: tuple[Planner | None, ...] = ()
-        if plans is not None:
-            planners = _planned(plans, state, before, count, batch)
-        if stores:
+        # Several tokens of a fresh step attend to each other.
+        if not _captured_by_hand(state, before) and not (fresh and count > 1):
+            plans = pages.plans()
+            planners = () if plans is None else _planned(plans, state, before, count, batch)
+        # A run on fake tensors, as of `explain`, stores no token.
+        if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
         one_launch = pages.one_launch() if count == 1 else ()
@@ -490,12 +483,25 @@ class PagedModelCache(Cache):
         )
 
 
+def _captured_by_hand(state: State, before: Tensor) -> bool:
+    """Is this step in a graph of the caller's? Its pages note that. before: as in `_planned`."""
+    ours = torch.compiler.is_compiling() or isinstance(before, FakeTensor)
+    if ours or state.start is not None or not before.is_cuda or not capturing(before):
+        return False
+    state.pages.captured = True
+    return True
+
+
 def _planned(
     plans: StepPlans, state: State, before: Tensor, count: int, batch: PagedBatch
 ) -> tuple[Planner | None, ...]:
-    """The Planners of a step, which is planned unless a graph will: only graphs have the padding of
-    the step before, so that here the host waits, for a kernel that was asked for alone. Empty where
-    nobody plans."""
+    """The Planners of a step; empty where no plan is made.
+
+    A step in a graph is planned before each replay. Another step is planned here, and the host
+    waits for its lengths: only a kernel that was asked for is worth it.
+
+    before: int64 `[rows]`, the tokens of each row before the step, of `count` tokens each.
+    """
     compiles = torch.compiler.is_compiling()
     if state.start is not None:
         return plans.planners if count == 1 else ()  # graphs plan one token a row

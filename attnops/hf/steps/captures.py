@@ -84,7 +84,7 @@ class Over:
         return self.mode in {of_prompts(True, fresh) for fresh in (True, False)}
 
     def padding(self, tokens: int) -> dict[str, Any]:
-        """Arguments of a chunk of so many tokens, none of which is stored."""
+        """Arguments of a chunk of so many tokens. The chunk stores no token."""
         some, graphed = self.cache.state.pages.seen.new_zeros, self.graphed
         by_token = dict.fromkeys(graphed.tokens, some(tokens))
         by_request = dict.fromkeys(graphed.requests, some(self.cache.max_batch))

@@ -82,6 +82,7 @@ def is_prompt(given: dict[str, Any], least: int) -> bool:
     return tokens and not torch.is_grad_enabled() and isinstance(cache_in(given), PagedModelCache)
 
 
+_WRAPPED = "kv_b_proj is wrapped, and the layers keep its weights from a prompt to its steps"
 _UNPLANNED = "the kernel needs a plan of the host, which later chunks do not have"
 _NO_ROOM = "the budget of graphs (Decode.budget_bytes) has no room for its size"
 
@@ -128,6 +129,7 @@ class Prompts:
         """Forget the layers as they were: the model may have changed."""
         self._layers: dict[nn.Module, int] = {}
         self._twins: dict[nn.Module, Twin] = {}
+        self._unfolding: list[nn.Module] | None = None  # the modules that unfold latents
 
     def forget(self) -> None:
         """Forget the compiled layers, and why there were none: the code of the model has
@@ -169,8 +171,6 @@ class Prompts:
             yield "under a deterministic policy bits may not follow from the prompts before"
         if cache.latent and not recorded:
             yield "the pages hold latents, and compiled layers take none"
-        if cache.latent and not all(is_viewed(each) for each in _unfolding(self._model)):
-            yield "kv_b_proj is wrapped, and the layers keep its weights from a prompt to its steps"
         if state.filled and any(state.pages.windows):
             yield "it goes on with a cache of sliding windows"
         if state.filled and not state.whole:
@@ -217,9 +217,8 @@ class Prompts:
         whole = self._of_length or cache.latent or any(state.pages.windows)
         most = sum(counts) if whole else CHUNK
         parts = parts_of(counts, [max(seen - s, 0) for s in starts], most)
-        plans = state.pages.plans()
-        if plans is not None and plans.forced and not all(part.fresh for part in parts):
-            self.why = _UNPLANNED
+        self.why = self._why_pages(parts, cache)
+        if self.why:
             return None
         over = self._graphs_of(parts, graphs, recorded)
         if self.why:
@@ -235,6 +234,18 @@ class Prompts:
             self._ran = True
             self.failures.done("layers")
         return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _why_pages(self, parts: list[Part], cache: PagedModelCache) -> str:
+        """The reason in the pages to run the model's own layers; "" without one. The model was
+        looked at."""
+        plans = cache.state.pages.plans()
+        if plans is not None and plans.forced and not all(part.fresh for part in parts):
+            return _UNPLANNED
+        if not cache.latent:
+            return ""
+        if self._unfolding is None:
+            self._unfolding = _unfolding(self._model)
+        return "" if all(map(is_viewed, self._unfolding)) else _WRAPPED
 
     def _is_of_compiler(self, error: Exception) -> bool:
         """Could layers not be compiled? An error of layers that ran before is one of the step."""
