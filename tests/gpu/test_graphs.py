@@ -141,8 +141,9 @@ def test_a_page_table_for_each_window(mode: str, padding: Any) -> None:
     """Every table follows its step, also where pages behind a window are used again."""
     pair = Pair(mode, buckets=replace(BUCKETS, padding=padding), windows=(0, 40, 100))
     assert len(pair.cache.tables) == 3
-    for pool in helpers.pools(pair.cache, pair.twin):
-        pool[0] = 0
+    if padding == "null":
+        for pool in helpers.pools(pair.cache, pair.twin):
+            pool[0] = 0
     pair.agree("abc", [50, 17, 3])
     for _ in range(150):
         pair.agree("abc")

@@ -117,6 +117,18 @@ class Pair:
         )
 
 
+def batches_in_turn(pair):
+    """Steps of every kind after one of the requests a, b and c."""
+    pair.agree("ab")  # a shorter batch after a longer one
+    pair.agree("b")
+    pair.agree("dbc", [8, 1, 1])  # mixed
+    pair.agree("cabd")  # other rows, and a full bucket
+    pair.free("a")
+    pair.agree("ebc", [6, 2, 3])  # pages that belonged to another
+    pair.agree("ebc", 3)  # verification, rectangular
+    pair.agree("cb", [1, 3])  # a shorter one after a longer one, ragged
+
+
 both_modes = pytest.mark.parametrize("mode", [piecewise, breakable])
 # Where the trace of a mode is no part of what is proven: test_changing_batches has batches of every
 # kind in both modes.

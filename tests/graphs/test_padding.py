@@ -1,12 +1,10 @@
 """What fills a bucket can neither write to a live page nor read from one, at capture or at a
 replay."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from attnops.graphs import Buckets, breakable
+from attnops.graphs import Buckets
 from tests.graphs.helpers import Pair, both_modes, buckets_of, close, pools
 from tests.graphs.models import BOUNDARY, PAGE, VOCAB
 
@@ -42,28 +40,3 @@ def test_a_step_writes_its_slots_and_reads_its_pages_alone(mode, padding):
         for a, b in zip(pools(pair.cache), before, strict=True):
             same = ((a == b) | (a.isnan() & b.isnan())).flatten(2).all(-1)
             assert {tuple(at) for at in (~same).nonzero().tolist()} == written
-
-
-def test_rows_of_nobody_in_a_batch_of_its_own_tokens_of_nobody():
-    """Its last end is known to the device alone. Nothing of a longer batch is left."""
-    pair = Pair(breakable, Buckets(decode=(4,), tokens=(16,), requests=4))
-    pair.agree("abcd", [4, 3, 2, 5])
-    pair.agree("abcd")
-    held = pair.step._inputs._batch
-    for padded, ends in ((False, [0, 1, 2, 2, 2]), (True, [0, 1, 1, 1, 1])):
-        batch, _ = pair.batches("ab", 1)
-        if padded:
-            slots = torch.tensor([batch.slots[0], -1])
-            batch = replace(
-                batch,
-                padded=True,
-                slots=slots,
-                cu_seqlens_q=torch.tensor(ends[:3], dtype=torch.int32),
-            )
-        pair.give(batch)
-        assert held.cu_seqlens_q.tolist() == ends and held.seq_lens[2:].tolist() == [0, 0]
-        assert (
-            held.slots[2:4].tolist() == [-1, -1]
-            and not held.page_table[2:].any()
-            and not held.positions[2:4].any()
-        )

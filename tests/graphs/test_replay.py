@@ -19,6 +19,7 @@ from tests.graphs.helpers import (
     BUCKETS,
     Pair,
     any_mode,
+    batches_in_turn,
     both_modes,
     close,
     graphed,
@@ -35,14 +36,7 @@ def test_changing_batches(mode, kernel):
     pair = Pair(mode, replace(BUCKETS, verify=(3, 5)), kernel=kernel, layers=2)
     pair.agree("abc", [6, 3, 7])  # prefill
     pair.agree("abc")
-    pair.agree("ab")  # a shorter batch after a longer one
-    pair.agree("b")
-    pair.agree("dbc", [8, 1, 1])  # mixed
-    pair.agree("cabd")  # other rows, and a full bucket
-    pair.free("a")
-    pair.agree("ebc", [6, 2, 3])  # pages that belonged to another
-    pair.agree("ebc", 3)  # verification, rectangular
-    pair.agree("cb", [1, 3])  # a shorter one after a longer one, ragged
+    batches_in_turn(pair)
     pair.agree("ebc", [2, 0, 3])  # a request without a draft
     pair.agree("febd", [1, 5, 2, 4])  # the larger number of queries, with a prefill of few tokens
     pair.agree("d", 4)

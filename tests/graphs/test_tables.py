@@ -12,7 +12,16 @@ from attnops.cache import LatentCache
 from attnops.core.errors import InvalidInput, StaleGraph
 from attnops.graphs import Buckets, breakable, piecewise
 from attnops.nn import LatentAttention
-from tests.graphs.helpers import Pair, any_mode, both_modes, buckets_of, close, graphed, pools
+from tests.graphs.helpers import (
+    Pair,
+    any_mode,
+    batches_in_turn,
+    both_modes,
+    buckets_of,
+    close,
+    graphed,
+    pools,
+)
 from tests.graphs.models import HIDDEN, Windowed, paged_cache
 
 WINDOWS = (0, 5, 9, 5)
@@ -49,14 +58,7 @@ def test_changing_batches_of_windows(mode, padding):
     pair.agree("abc", [6, 3, 7])  # prefill
     for _ in range(8):
         pair.agree("abc")  # pages that fall behind the windows are used again
-    pair.agree("ab")  # a shorter batch after a longer one
-    pair.agree("b")
-    pair.agree("dbc", [8, 1, 1])  # mixed
-    pair.agree("cabd")  # other rows, and a full bucket
-    pair.free("a")
-    pair.agree("ebc", [6, 2, 3])  # pages that belonged to another
-    pair.agree("ebc", 3)  # verification, rectangular
-    pair.agree("cb", [1, 3])  # a shorter one after a longer one, ragged
+    batches_in_turn(pair)
     pair.agree("")
     pair.agree("ebcd")
     kinds = {row.bucket.kind: row.replays for row in pair.step.report().rows if row.replays}
@@ -78,9 +80,12 @@ def test_many_random_steps_of_windows(mode):
         pair.agree(names, [rng.randint(2, 6) if n in fresh else 1 for n in names])
 
 
-def test_rows_of_nobody_in_every_table():
-    """Nothing of a longer batch is left, and the tokens of nobody of a batch stay nobody's."""
-    pair = windowed(breakable, Buckets(decode=(4,), tokens=(16,), requests=4))
+@pytest.mark.parametrize("windows", [False, True])
+def test_rows_of_nobody_in_every_table(windows):
+    """Nothing of a longer batch is left, and the tokens of nobody of a batch stay nobody's: the
+    last end of their batch is known to the device alone."""
+    buckets = Buckets(decode=(4,), tokens=(16,), requests=4)
+    pair = windowed(breakable, buckets) if windows else Pair(breakable, buckets)
     pair.agree("abcd", [4, 3, 2, 5])
     pair.agree("abcd")
     held = pair.step._inputs._batch
@@ -94,7 +99,7 @@ def test_rows_of_nobody_in_every_table():
             )
             batch = replace(first, others=tuple(others))
         pair.give(batch)
-        assert len(held.others) == len(set(WINDOWS)) - 1
+        assert len(held.others) == (len(set(WINDOWS)) - 1 if windows else 0)
         for table in (held, *held.others):
             assert table.cu_seqlens_q.tolist() == ends and table.seq_lens[2:].tolist() == [0, 0]
             assert table.slots[2:4].tolist() == [-1, -1]

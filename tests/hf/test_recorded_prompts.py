@@ -18,6 +18,7 @@ from attnops.hf.cache.names import named
 from attnops.hf.models import methods
 from attnops.hf.steps import model_state, prompt
 from attnops.hf.steps.captures import TRIES
+from attnops.hf.steps.chunks import packed
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import Failing, first, generated, logits
 from tests.hf.helpers import relative, tokens
@@ -101,6 +102,19 @@ def test_turns_of_a_conversation_are_captured(name, pad):
                 ran.append(pair.took.prompt)
             assert ran == took, pair.handle.report()
             del cache  # the next one is of its pages
+
+
+def test_padding_of_a_chunk_is_a_request_over_the_null_page():
+    """No kernel meets more new tokens than tokens of a request."""
+    with first() as pair:
+        pages = pair.handle.new_cache(2, 24).state.pages
+        batch = packed(pages, torch.tensor([3, 2]), torch.tensor([4, 0]), 8)
+        assert batch.seq_lens.tolist() == [7, 2, 3]
+        assert batch.cu_seqlens_q.tolist() == [0, 3, 5, 8]
+        assert batch.slots[5:].tolist() == [-1] * 3 and not batch.page_table[2].any()
+        room = pages.tables[0].shape[1] * pages.page_size
+        longer = packed(pages, torch.tensor([3, 2]), torch.tensor([4, 0]), room + 9)
+        assert longer.seq_lens[2] == room
 
 
 def test_a_long_prompt_is_captured_in_chunks(monkeypatch):
