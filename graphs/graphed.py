@@ -204,6 +204,10 @@ class Graphed(Options):
         )
         return self.runner.told(report)
 
+    def holds(self, bucket: Bucket | None) -> bool:
+        """Is this bucket captured?"""
+        return bucket in self._entries
+
     @property
     def captured(self) -> int:
         """The number of captured buckets."""

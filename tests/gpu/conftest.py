@@ -15,6 +15,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls wait for kernels of their graphs, so that a test knows what runs."""
+    from attnops.hf.steps import precompile
+
+    monkeypatch.setattr(precompile, "WAIT_S", 300.0)
+
+
 @pytest.fixture
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Where a test puts its figures, by section and name. They go with the test's report;

@@ -105,6 +105,21 @@ def test_pages_and_policies_share_what_was_recorded():
         assert len(kept) == 8
 
 
+def test_other_weights_share_what_was_recorded():
+    """Those of another dtype have layers of their own, and find them again."""
+    with first("llama") as pair:
+        generated(pair.model, 2, 9, 4)
+        kept, counts = pair.decoder._recorded, []
+        for _ in range(2):
+            for dtype in (torch.bfloat16, torch.float32):
+                pair.change(lambda model, dtype=dtype: model.to(dtype))
+                want, got = logits(pair.twin, 2, 9, 4), logits(pair.model, 2, 9, 4)
+                assert (got - want).norm() < torch.finfo(dtype).eps ** 0.5 * want.norm()
+                assert pair.decoder._recorded is kept
+            counts.append(len(kept))
+        assert counts[0] == counts[1] and report(pair).not_recorded == ""
+
+
 class Rule:
     factor = 1.0
 

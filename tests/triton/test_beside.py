@@ -89,6 +89,17 @@ def test_a_launch_waits_for_the_thread_that_compiles_its_kernel():
     assert order == ["compiled", "launched"] and len(compiler.built) == 1
 
 
+def test_whether_all_is_compiled_by_now():
+    compiler, kernel, x = Compiler(held=True), Kernel(), torch.zeros(4)
+    found = Beside(compiler)
+    assert found.compiled()
+    begun(found, (kernel, x, {"rows": 32}), (kernel, x, {"rows": 1}))
+    assert not found.compiled() and not found.compiled(0.01)
+    thread = in_a_thread(compiler.free.set)
+    assert found.compiled(LIMIT) and not found.looks and len(compiler.built) == 2
+    thread.join(LIMIT)
+
+
 X = torch.zeros(8)
 OTHERS: list[tuple[Any, bool]] = [
     ({"rows": 48}, True),

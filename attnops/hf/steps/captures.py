@@ -52,7 +52,7 @@ class Over:
     cache: a cache of ours over the pages. mode: of the steps; of chunks see `of_prompts`.
     live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran,
     by bucket.
-    counted: buckets that `grew` has seen.
+    counted: buckets that `grew` has seen. begun: buckets of steps that `begin` has begun.
     """
 
     cache: PagedModelCache
@@ -61,6 +61,7 @@ class Over:
     live: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     seen: Counter[Any] = field(default_factory=Counter)
     counted: int = 0
+    begun: set[Any] = field(default_factory=set)
 
     def grew(self) -> bool:
         """Was a bucket captured since it was asked last?"""
@@ -74,7 +75,11 @@ class Over:
         return {"input_ids": ids, "position_ids": ids, "live": live, "cache": self.cache}
 
     def begin(self, rows: int) -> None:
-        """Begin to build what a decode step of so many rows will wait for."""
+        """Begin to build what a decode step of so many rows will wait for, once a bucket."""
+        bucket = self.graphed.buckets.find("decode", rows, rows)
+        if bucket in self.begun:
+            return
+        self.begun.add(bucket)
         self.cache.state.pages.use()
         self.graphed.begin(**self.given(rows))
 
@@ -92,8 +97,7 @@ class Over:
 
     def captured(self, kind: BucketKind, tokens: int, requests: int) -> bool:
         """Is there a graph for this kind of batch and so many tokens and requests?"""
-        wanted = self.graphed.buckets.find(kind, tokens, requests)
-        return wanted in [row.bucket for row in self.graphed.report().rows]
+        return self.graphed.holds(self.graphed.buckets.find(kind, tokens, requests))
 
     def chunks(self, tokens: int) -> int:
         """The chunks of this bucket so far, with one of so many tokens that is about to run."""
@@ -128,6 +132,15 @@ class Kept(NamedTuple):
     def compiled(self) -> bool:
         """Has it graphs of compiled steps, as a state that comes back may?"""
         return any(mode == "piecewise" for _, mode in self.over)
+
+    def too_few(self, tokens: int, most: int) -> str:
+        """Count the tokens of a prompt. Why it gets no compiled layers, where fewer than `most`
+        came before it; else ""."""
+        before = self.taken["prompt"]
+        if before >= most:
+            return ""
+        self.taken["prompt"] += tokens
+        return f"{before} tokens of prompts have run, compiled are those after {most}"
 
     def waits(self, most: int) -> bool:
         """Has a kind of step run less than `most` times, after which it is compiled?"""
@@ -268,6 +281,10 @@ class Failures(Generic[Key]):
         else:
             remember(self.lasting, key, why)
         return again
+
+    def notes(self) -> tuple[str, ...]:
+        """The lasting ones, for the report."""
+        return tuple(dict.fromkeys(f"{key}: {why}" for key, why in self.lasting.items()))
 
     def done(self, key: Key) -> None:
         """Note a success."""

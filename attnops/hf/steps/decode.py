@@ -33,7 +33,6 @@ from attnops.hf.steps.calls import (
     Kind,
     kind_of,
     modes_now,
-    more,
     plain_step,
     positions,
     state_of,
@@ -53,6 +52,7 @@ from attnops.hf.steps.captures import (
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
+from attnops.hf.steps.precompile import Compiling
 from attnops.hf.steps.prompt import PROMPT, Prompts
 from attnops.hf.steps.reasons import runs_hooks
 from attnops.lowering import Product
@@ -66,7 +66,7 @@ class Decoder:
     forward: the model's own, which `decode=` replaced.
     make: returns a cache over given pages, which keep their tokens.
     plain_steps: steps of `generate()` that ran without graphs, because they asked for more than
-    logits or graphs could not be made.
+    logits, or because graphs could not be made, or not yet.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
     prompts: the compiled layers of prompts. captures: all graphs.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces
@@ -76,6 +76,7 @@ class Decoder:
     look: the model may have changed: the next step looks at it. So it is after a call of the
     model's own layers, and at every prompt.
     aside: why the model's steps and prompts run without graphs; "" where they may have some.
+    compiling: the kernels that steps wait for.
     last_mode: of the last step.
     turn: a thread's turn to capture and replay: there is one buffer set a set of pages, and one
     tracer.
@@ -92,7 +93,8 @@ class Decoder:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failures = Failures[Failed]()
         self.regions: Regions | None = None
-        self.prompts = Prompts(model, forward, how.inner, how.pack)
+        self.compiling = Compiling()
+        self.prompts = Prompts(model, forward, how.inner, how.pack, self.compiling)
         self.products: dict[Product, None] = {}
         self._code: Any = None  # that of what is compiled: `free` forgets the glance alone
         self._recorded: Recorded = {}  # layers of the present state, for graphs over any pages
@@ -155,7 +157,6 @@ class Decoder:
         steps, and the kinds of steps without graphs, for the report."""
         aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
         anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
-        failed = dict.fromkeys(f"{kind}: {why}" for kind, why in self.failures.lasting.items())
         waits = self.how.mode == "auto" and not (self._at_once or deterministic(active_policy()))
         return (
             *(self._kept.notes(self.how.compile_after) if waits else ()),
@@ -164,7 +165,7 @@ class Decoder:
             *aside,
             *anew,
             *self.captures.notes(),
-            *failed,
+            *self.failures.notes(),
         )
 
     @property
@@ -176,7 +177,7 @@ class Decoder:
             for mode in ("piecewise", "breakable")
         ]
         reasons = dict.fromkeys(map(self.failures.why, kinds))
-        return self.aside or "; ".join(filter(None, reasons))
+        return self.aside or "; ".join(filter(None, reasons)) or self.compiling.why
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be
@@ -208,15 +209,23 @@ class Decoder:
                 )
             if not self.aside:
                 try:
-                    return self._replayed(input_ids, state, position_ids)
+                    logits = self._replayed(input_ids, state, position_ids)
+                    if logits is not None:
+                        return logits
                 except SideEffect as error:
                     self._set_aside(error, state)
             return plain_step(
                 self._forward, input_ids, cache, position_ids, argument_of(self._model)
             )
 
-    def _replayed(self, input_ids: Tensor, state: State, position_ids: Tensor | None) -> Tensor:
+    def _replayed(
+        self, input_ids: Tensor, state: State, position_ids: Tensor | None
+    ) -> Tensor | None:
+        """None: kernels of the step are still being compiled."""
         with self._graphs_of(state, input_ids.shape[0]) as found:
+            waits = self.how.mode == "auto" and not self._at_once
+            if waits and self.compiling.keeps(found, input_ids.shape[0], state):
+                return None
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
                 position_ids = positions(state, live.shape[0])
@@ -232,7 +241,7 @@ class Decoder:
     ) -> Tensor | None:
         """As `step`. None where the model's own forward is to run the step, and the cache is as
         before: the step is set `aside`, or, with mode "auto", graphs cannot be made, and `failures`
-        has the reason."""
+        has the reason, or their kernels are being compiled."""
         with self.turn:
             if cache.state in self._without:
                 return None
@@ -260,7 +269,7 @@ class Decoder:
                 if self._is_aside(cache.state) or (mode := self._mode(rows)) == "hf":
                     return None
                 logits = self._replayed(input_ids, cache.state, position_ids)
-                if self.failures.passing:
+                if self.failures.passing and logits is not None:
                     self.failures.done(self._kind(rows, mode))
                 return logits
             except SideEffect:
@@ -313,7 +322,7 @@ class Decoder:
             self._without.discard(state)
             compiled = self._at_once and not cache_in(given).latent
             recorded = self.how.mode == "auto" and not compiled
-            self.prompts.why = next(self._why_own_layers(given, recorded), "")
+            self.prompts.why = next(self.prompts.why_not(given, recorded), "")
             if not self.prompts.why:
                 self.prompts.why = self._why_state(state, given["input_ids"].numel(), recorded)
             if self.prompts.why:
@@ -344,27 +353,12 @@ class Decoder:
         compiled = self.regions or self._at_once or self._kept.compiled
         if self.how.mode == "breakable" or broken or not compiled:
             return "steps are not compiled"
-        return self._too_few(tokens)
-
-    def _why_own_layers(self, given: dict[str, Any], recorded: bool) -> Iterator[str]:
-        """Each reason, but for those of the model's state, why its own layers run this prompt."""
-        if more(given):
-            yield "it asks for more than logits"
-        yield from self.prompts.why_not(given, recorded)
+        most = 0 if self._at_once else PROMPT * self.how.compile_after
+        return self._kept.too_few(tokens, most)
 
     def _kinds(self) -> Kinds:
         """Recorded layers of the present state."""
         return Kinds(passes_of(self.how, self.products), self._recorded)
-
-    def _too_few(self, tokens: int) -> str:
-        """Count the tokens of a prompt. Why it gets no compiled layers, where too few came before
-        it in this state; else ""."""
-        most = 0 if self._at_once else PROMPT * self.how.compile_after
-        before = self._kept.taken["prompt"]
-        if before >= most:
-            return ""
-        self._kept.taken["prompt"] += tokens
-        return f"{before} tokens of prompts have run, compiled are those after {most}"
 
     def begin(self, state: State, rows: int) -> None:
         """Record the layers of a first step, and begin to compile their kernels. Raises as it."""
@@ -473,7 +467,7 @@ class Decoder:
                 self.anew = before.changed(glance) or "the policy or autocast"
             self._kept = self.captures.use(given, taken)
         self.prompts.changed()
-        if before is None or before.state != glance.state:
+        if before is None or before.objects != glance.objects:
             self._recorded = {}  # nothing guards on what objects hold that are equal to themselves
         if self._code is not None and self._code != glance.code:
             self.regions = None  # Dynamo does not guard on the code

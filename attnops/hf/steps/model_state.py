@@ -37,6 +37,8 @@ class Glance:
     hooks for all modules. It holds the modules and their attributes, and no parameter.
 
     state: hashable; equal for models whose graphs may be exchanged.
+    objects: hashable; the state without the addresses of parameters and buffers. Recorded layers,
+        whose inputs these are, serve every model of equal objects.
     code: hashable; compiled code for a model with another one is not used, for Dynamo does not
     guard on it: functions, methods, forwards
         of instances, and the contents of tuples.
@@ -57,6 +59,7 @@ class Glance:
         # flags are those of -1.
         self._places: list[tuple[int, Sequence[str]]] = []
         self._found: list[Any] = []
+        self._addresses = set[int]()  # the places of those in the state
         self._forwards: list[Any] = []
         self._layout: Callable[[type, tuple[str, ...], bool], Layout] = functools.cache(_layout)
         for number, module in enumerate(self._modules):
@@ -67,6 +70,8 @@ class Glance:
         self._places.append((-1, (*code, "torch's flags", "torch's global module hooks")))
         self._found += [*self._code.state, flags(), global_hooks()]
         self.state = tuple(self._found)
+        addresses = self._addresses
+        self.objects = tuple(x for at, x in enumerate(self._found) if at not in addresses)
         self.code = (
             *self._code.functions,
             *self._forwards,
@@ -101,6 +106,8 @@ class Glance:
         self._found += [id(own[name].weight) for name in absorbed]
         parameters, buffers = own["_parameters"], own["_buffers"]
         tensors = (*parameters.values(), *buffers.values())
+        first = len(self._found)
+        self._addresses.update(range(first, first + len(tensors)))
         self._found += [None if t is None else address(t) for t in tensors]
         self._places.append((number, ("", *names, *absorbed, *parameters, *buffers)))
 

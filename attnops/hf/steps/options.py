@@ -20,7 +20,8 @@ class Decode:
     mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which
         compiles on a GPU. "auto": without a GPU as "hf". On a GPU the first `compile_after` steps
         of a kind need no compiler: they are "breakable", with recorded layers (docs/hf_paged.md),
-        as short prompts are. Then they are "piecewise". Steps of one kind share compiled code:
+        as short prompts are. Where kernels of the graphs are not on disk, the model's own layers
+        run steps and prompts until these are compiled. Then they are "piecewise". Steps of one kind share compiled code:
         those of one row, and of more, with one policy and one adapter. Where graphs cannot be
         made, steps run without them, and `Patched.took` has the reason.
     compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same

@@ -1,15 +1,19 @@
 """Kernels of the first steps over new pages begin to be compiled before the model runs, while its
-first layers are on their way."""
+first layers are on their way.
+
+No call waits for them for long: `Compiling` says whether the model's own layers are to run its
+steps and prompts meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from attnops.core.kernel import own_kernel
+from attnops.core.kernel import deterministic, own_kernel
 from attnops.core.precompile import ahead
 from attnops.core.problem import Problem
 from attnops.core.select import active_policy
@@ -18,8 +22,16 @@ from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.over_pages import Asked, attend_keys
 from attnops.hf.attention.request import Request
 from attnops.hf.cache.model_pages import ModelPages
-from attnops.hf.cache.paged_cache import PagedModelCache
+from attnops.hf.cache.paged_cache import PagedModelCache, State
+from attnops.hf.steps.captures import Over
+from attnops.kernels.shared.launch.beside import BESIDE
 from attnops.ops.pages.plan import over_latents
+
+WAIT_S = 0.2
+"""Seconds for which a call waits for kernels that are being compiled. Those that Triton finds on
+disk are loaded in less."""
+
+COMPILING = "its kernels are still being compiled"
 
 
 class _Layer(NamedTuple):
@@ -50,6 +62,37 @@ def begin(
     if record is not None:
         with contextlib.suppress(Exception):
             record()
+
+
+class Compiling:
+    """The kernels of captures, which threads compile.
+
+    why: why the last step ran without a graph; "" where it had one.
+    """
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._waited: weakref.WeakSet[State] = weakref.WeakSet()
+
+    def keeps(self, over: Over, rows: int, state: State) -> bool:
+        """Would the capture of a step of so many rows wait for kernels? They begin here if they
+        have not begun."""
+        self.why = ""
+        if not over.captured("decode", rows, rows):
+            with contextlib.suppress(Exception):  # the capture raises it
+                over.begin(rows)
+            if self.under_way(state):
+                self.why = COMPILING
+        return bool(self.why)
+
+    def under_way(self, state: State) -> bool:
+        """Are kernels still being compiled? A call over this cache waits for `WAIT_S` itself. Under
+        a deterministic policy it waits for all: bits may not follow from the time."""
+        if not BESIDE.looks or deterministic(active_policy()):
+            return False
+        seconds = 0.0 if state in self._waited else WAIT_S
+        self._waited.add(state)
+        return not BESIDE.compiled(seconds)
 
 
 def _begin_attention(

@@ -38,10 +38,12 @@ from attnops.graphs.per_layer import NotRegional, Regions, Twin
 from attnops.graphs.stale import uncached_casts
 from attnops.hf.attention.descriptor import padding_of, tracing
 from attnops.hf.cache.names import argument, cache_in
-from attnops.hf.cache.paged_cache import PagedModelCache, Step
+from attnops.hf.cache.paged_cache import PagedModelCache, State, Step
+from attnops.hf.steps.calls import more
 from attnops.hf.steps.captures import Failures, Over, passing
 from attnops.hf.steps.chunks import Part, packed, parts_of, unpadded, why_unpacked
 from attnops.hf.steps.compiled_layers import Here, modules_of
+from attnops.hf.steps.precompile import COMPILING, Compiling
 from attnops.lowering import merge_linears_pass
 from attnops.nn.latent import is_viewed
 
@@ -97,7 +99,7 @@ class _NotCaptured(Exception):
 class Prompts:
     """The prompts of one model.
 
-    forward: the model's own. regions: the compiled layers.
+    forward: the model's own. regions: the compiled layers. compiling: the kernels of captures.
     failures: why there are no "layers", or no graphs of them.
     due: by their mode graphs, and the tokens of a chunk to record for them, see `begin`. A prompt
         that failed may leave them.
@@ -107,9 +109,15 @@ class Prompts:
     """
 
     def __init__(
-        self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        inner: str | Inner,
+        pack: bool,
+        compiling: Compiling,
     ) -> None:
         self._model, self._forward, self._inner = model, forward, inner
+        self._compiling = compiling
         self._passes = (merge_linears_pass,) if pack else ()
         self.why, self.took, self._ran = "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
@@ -165,6 +173,8 @@ class Prompts:
         """Each reason why the model's own layers run this prompt. recorded: see `run`."""
         cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
         state = cache.state
+        if more(given):
+            yield "it asks for more than logits"
         if "layers" in self.failures.lasting:
             yield f"its layers cannot be compiled: {self.failures.lasting['layers']}"
         if deterministic(active_policy()):
@@ -221,6 +231,8 @@ class Prompts:
         if self.why:
             return None
         over = self._graphs_of(parts, graphs, recorded)
+        if not self.why and recorded and self._awaits(parts, over, state):
+            self.why = COMPILING
         if self.why:
             return None
         logits = self._tried(parts, over, unpadded(ids, positions, counts), cache)
@@ -263,6 +275,14 @@ class Prompts:
         if against and (recorded or due == [_early(after)]):
             self.why = against[0]
         return [None if isinstance(each, str) else each for each in due]
+
+    def _awaits(self, parts: list[Part], over: list[Over | None], state: State) -> bool:
+        """Would a capture of one of these chunks wait for kernels?"""
+        ready = (
+            graphs is None or graphs.captured("mixed", part.size, 1)
+            for part, graphs in zip(parts, over, strict=True)
+        )
+        return not all(ready) and self._compiling.under_way(state)
 
     def _due(self, part: Part, graphs: Callable[[bool], Over], after: int) -> Over | str:
         """The graphs that have a chunk, or why it has none by now. after: as `CAPTURE_AFTER`."""

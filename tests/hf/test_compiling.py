@@ -1,0 +1,99 @@
+"""Steps and prompts of mode "auto" while kernels of their graphs are being compiled: the model's
+own layers run them."""
+
+import pytest
+import torch
+
+import attnops
+from attnops.hf.steps import precompile
+from tests.hf.decoding import asked, beside, first, generated, replays
+
+CALL = (2, 9, 6)
+
+
+class Threads:
+    """Stands in for the threads that compile. left: how often they are still at it when asked."""
+
+    def __init__(self):
+        self.looks, self.left, self.waited = True, 10**9, []
+
+    def compiled(self, seconds):
+        self.waited.append(seconds)
+        self.left -= 1
+        self.looks = self.left > 0
+        return not self.looks
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    found = Threads()
+    monkeypatch.setattr(precompile, "BESIDE", found)
+    return found
+
+
+def test_steps_run_without_graphs_until_their_kernels_are_compiled(threads):
+    with first() as pair:
+        took = pair.same(*CALL)
+        assert (took.decode, took.why, took.prompt) == ("hf", precompile.COMPILING, "")
+        assert pair.handle.plain_steps == CALL[2] - 1 and not pair.handle.graphs.captured
+        assert threads.waited[0] == precompile.WAIT_S and not any(threads.waited[1:])
+        threads.left = 4  # in the middle of a call
+        took = pair.same(*CALL)
+        assert (took.decode, took.why) == ("breakable", "")
+        assert CALL[2] - 1 < pair.handle.plain_steps < 2 * (CALL[2] - 1)
+        assert pair.handle.graphs.captured == 1 and replays(pair.handle) > 0
+
+
+def test_steps_that_are_captured_do_not_wait(threads):
+    threads.looks = False
+    with first() as pair:
+        pair.same(*CALL)
+        before, threads.looks = replays(pair.handle), True
+        assert pair.same(*CALL).decode == "breakable"
+        assert replays(pair.handle) == before + CALL[2] - 1 and not pair.handle.plain_steps
+        assert threads.waited == [precompile.WAIT_S], "its prompt is not captured"
+
+
+def test_prompts_run_the_model_s_own_layers_until_their_kernels_are_compiled(threads):
+    threads.looks = False
+    with first() as pair:
+        pair.same(*CALL)
+        threads.looks = True
+        assert pair.same(*CALL).prompt == ""
+        assert precompile.COMPILING in str(pair.handle.report())
+        threads.looks = False
+        assert pair.same(*CALL).prompt == "captured"
+        threads.looks = True
+        assert pair.same(*CALL).prompt == "captured"
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+def test_graphs_that_are_asked_for_by_name_wait(threads, mode):
+    with beside("llama", mode) as pair:
+        assert pair.same(*CALL).decode == mode and not threads.waited
+
+
+def test_a_deterministic_policy_waits(threads):
+    """Bits may not follow from the time."""
+    with first() as pair, attnops.use(deterministic=True):
+        generated(pair.model, *CALL)
+        assert pair.took.decode == "breakable" and not threads.waited
+
+
+def test_a_loop_of_one_s_own_begins_the_kernels_of_its_steps(threads, monkeypatch):
+    begun = []
+    begin = precompile.Over.begin
+    monkeypatch.setattr(
+        precompile.Over, "begin", lambda over, rows: (begun.append(rows), begin(over, rows))
+    )
+    with first() as pair, torch.no_grad():
+        ids, _ = asked(*CALL)
+        cache = pair.handle.new_cache(2, 20)
+        token = pair.model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+        want = pair.twin(torch.cat((ids, token), 1), logits_to_keep=1).logits
+        got = pair.handle.step(token, cache)
+        assert begun == [2] and not pair.handle.graphs.captured
+        torch.testing.assert_close(got, want)
+        threads.looks = False
+        pair.handle.step(token, cache)
+        assert pair.handle.graphs.captured == 1
