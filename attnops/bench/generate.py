@@ -30,7 +30,6 @@ from torch import Tensor
 from attnops.bench import Point, Setup, models, peers, ways
 from attnops.bench.overhead import in_a_process
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
-from attnops.hf import Decode
 from attnops.tune.clock import Timed, seconds, steps_us
 
 NEW = {"toy": 6, "small": 16, "quick": 32, "full": 128}
@@ -39,9 +38,9 @@ FIRST_NEW = NEW | {
     "full": 16,
 }  # of first calls, which are about the seconds before the tokens
 ROUNDS, MORE_ROUNDS = 3, 16
-FIRST_TOKEN_WARM = 2
-"""Calls of one token after the first one: the second of a size is captured, and the third is
-replayed."""
+WARM = 2
+"""Calls of a patched model after the first one: the prompt of the second is captured, and that of
+the third is replayed."""
 # Ways whose first call is measured, in two processes each
 FIRST = ("hf", "attnops", "hf_static", "attnops_piecewise")
 
@@ -90,12 +89,6 @@ def prepared(
     return partial(one.generate, **arguments(setup, one, point, new), **how.given), handle
 
 
-def warm_calls(setup: Setup) -> int:
-    """Calls after the first one, until the steps of a patched model no longer change: on a GPU they
-    are compiled after some."""
-    return Decode.compile_after // NEW[setup.size] if setup.on_gpu else 0
-
-
 @torch.no_grad()
 def measure(
     setup: Setup,
@@ -105,10 +98,8 @@ def measure(
     suite: str = "generate",
     alone: bool = False,
 ) -> Rows:
-    """The ways of a suite at one prompt, in turns. alone: calls of one token, which have no steps
-    that are compiled later."""
+    """The ways of a suite at one prompt, in turns. alone: calls of one token."""
     model, new = kept(name), 1 if alone else NEW[setup.size]
-    again = FIRST_TOKEN_WARM if alone else warm_calls(setup)
 
     def way(name: str) -> Way:
         call, handle = prepared(setup, model, name, point, new)
@@ -116,7 +107,7 @@ def measure(
 
         def results() -> tuple[Tensor, Tensor, Tensor]:
             text = call()
-            for _ in range(again if handle is not None and (alone or handle.graphs) else 0):
+            for _ in range(0 if handle is None else WARM):
                 text = call()
             if handle is not None:
                 plain = {"plain_steps": handle.plain_steps} if handle.graphs else {}

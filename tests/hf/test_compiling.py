@@ -1,10 +1,11 @@
-"""Steps and prompts of mode "auto" while kernels of their graphs are being compiled: the model's
-own layers run them."""
+"""When mode "auto" compiles, and how steps and prompts run while kernels of their graphs are being
+compiled: through the model's own layers."""
 
 import pytest
 import torch
 
 import attnops
+from attnops.hf import Decode
 from attnops.hf.steps import precompile
 from tests.hf.decoding import asked, beside, first, generated, replays
 
@@ -97,3 +98,16 @@ def test_a_loop_of_one_s_own_begins_the_kernels_of_its_steps(threads, monkeypatc
         threads.looks = False
         pair.handle.step(token, cache)
         assert pair.handle.graphs.captured == 1
+
+
+def test_no_call_waits_for_inductor_by_itself():
+    """However many steps ran."""
+    assert Decode().compile_after is None
+    with first(compile_after=None) as pair:
+        pair.same(*CALL)
+        pair.decoder._kept.taken.update({"more rows": 10**6, "prompt": 10**9})
+        took = pair.same(*CALL)
+        assert (took.decode, took.prompt) == ("breakable", "captured")
+        assert "they are compiled by capture()" in str(pair.handle.report())
+        pair.handle.capture(pair.handle.new_cache(2, 20))
+        assert pair.same(*CALL).decode == "piecewise"

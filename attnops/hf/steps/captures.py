@@ -142,21 +142,26 @@ class Kept(NamedTuple):
         self.taken["prompt"] += tokens
         return f"{before} tokens of prompts have run, compiled are those after {most}"
 
-    def waits(self, most: int) -> bool:
-        """Has a kind of step run less than `most` times, after which it is compiled?"""
-        return any(steps < most for kind, steps in self.taken.items() if kind != "prompt")
+    def reached(self, kind: Kind, most: int | None) -> bool:
+        """Have steps of a kind run `most` times, after which they are compiled? None: never."""
+        return most is not None and self.taken[kind] >= most
 
-    def notes(self, most: int) -> Iterator[str]:
+    def waits(self, most: int | None) -> bool:
+        """Is a kind of step not yet compiled?"""
+        return not all(self.reached(kind, most) for kind in self.taken if kind != "prompt")
+
+    def notes(self, most: int | None) -> Iterator[str]:
         """How far each kind of step is on its way to compiled ones, which come after `most`."""
+        after = "" if most is None else f"after {most}, or "
         for kind, steps in self.taken.items():
             if kind == "prompt":
                 continue
-            if steps >= most:
+            if self.reached(kind, most):
                 yield f"steps of {kind} are compiled"
             else:
                 yield (
                     f"steps of {kind} run without a compiler, {steps} so far; they are compiled "
-                    f"after {most}, or by capture()"
+                    f"{after}by capture()"
                 )
 
 

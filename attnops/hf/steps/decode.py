@@ -53,7 +53,7 @@ from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, option
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import Compiling
-from attnops.hf.steps.prompt import PROMPT, Prompts
+from attnops.hf.steps.prompt import Prompts
 from attnops.hf.steps.reasons import runs_hooks
 from attnops.lowering import Product
 from attnops.lowering.products import summary
@@ -141,9 +141,8 @@ class Decoder:
             return self.how.mode
         # Compiled code rounds in other places, and under such a policy bits may not follow from the
         # steps before.
-        due = self._kept.taken[kind_of(rows)] >= self.how.compile_after and not deterministic(
-            active_policy()
-        )
+        reached = self._kept.reached(kind_of(rows), self.how.compile_after)
+        due = reached and not deterministic(active_policy())
         modes = ("piecewise", "breakable") if self._at_once or due else ("breakable",)
         return next(
             (mode for mode in modes if self._kind(rows, mode) not in self.failures.lasting), "hf"
@@ -353,7 +352,7 @@ class Decoder:
         compiled = self.regions or self._at_once or self._kept.compiled
         if self.how.mode == "breakable" or broken or not compiled:
             return "steps are not compiled"
-        most = 0 if self._at_once else PROMPT * self.how.compile_after
+        most = 0 if self._at_once else self.how.prompts_after
         return self._kept.too_few(tokens, most)
 
     def _kinds(self) -> Kinds:

@@ -18,16 +18,18 @@ class Decode:
     `attnops.graphs.piecewise`.
 
     mode: "piecewise" or "breakable", see docs/graphs.md. "hf": as transformers does it, which
-        compiles on a GPU. "auto": without a GPU as "hf". On a GPU the first `compile_after` steps
-        of a kind need no compiler: they are "breakable", with recorded layers (docs/hf_paged.md),
-        as short prompts are. Where kernels of the graphs are not on disk, the model's own layers
-        run steps and prompts until these are compiled. Then they are "piecewise". Steps of one kind share compiled code:
-        those of one row, and of more, with one policy and one adapter. Where graphs cannot be
-        made, steps run without them, and `Patched.took` has the reason.
-    compile_after: see mode "auto". A number of steps and not a time, so that two runs give the same
-        tokens. Mode "piecewise" compiles the layers of prompts after 64 times as many tokens of
-        prompts; else `capture()` does. Under a deterministic policy neither happens by itself:
-        steps of mode "auto" stay "breakable", and prompts run the model's own layers.
+        compiles on a GPU. "auto": without a GPU as "hf". On a GPU graphs of steps and prompts need
+        no compiler: they are "breakable", with recorded layers (docs/hf_paged.md). Where kernels of
+        these are not on disk, the model's own layers run steps and prompts until threads have
+        compiled them. Where graphs cannot be made, steps run without them, and `Patched.took` has
+        the reason.
+    compile_after: None: of mode "auto" `Patched.capture` alone compiles. A number: steps of a kind
+        are "piecewise" after so many of them, and the call that reaches it waits for the compiler.
+        Steps of one kind share compiled code: those of one row, and of more, with one policy and
+        one adapter. Mode "piecewise" compiles the layers of prompts after 64 times as many tokens
+        of prompts, None for 16,384; else `capture()` does. Under a deterministic policy neither
+        happens by itself: steps of mode "auto" stay "breakable", and prompts run the model's own
+        layers.
     pack: of recorded and piecewise layers, pack the weights of linears that share an input, so that
         they are one matrix product, and call one kernel for a linear with its norm, activation and
         residual where it is faster (docs/linear.md).
@@ -39,7 +41,7 @@ class Decode:
     """
 
     mode: Mode = "auto"
-    compile_after: int = 256
+    compile_after: int | None = None
     inner: str | Inner = "inductor"
     pack: bool = True
     budget_bytes: int | None = None
@@ -57,8 +59,14 @@ class Decode:
         known = not isinstance(self.inner, str) or self.inner in INNER
         need(known, "decode.inner", repr(self.inner), f"a function, or one of {', '.join(INNER)}")
         need(
-            self.compile_after >= 0,
+            self.compile_after is None or self.compile_after >= 0,
             "decode.compile_after",
             self.compile_after,
-            "a number of steps >= 0",
+            "a number of steps >= 0, or None",
         )
+
+    @property
+    def prompts_after(self) -> int:
+        """The tokens of prompts after which their layers are compiled: it takes so many to win a
+        compiler's time back."""
+        return 64 * (256 if self.compile_after is None else self.compile_after)

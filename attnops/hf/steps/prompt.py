@@ -59,9 +59,6 @@ CAPTURE_AFTER = 3
 RECORD_AFTER = 1
 """So with recorded layers, which no compiler holds up."""
 
-PROMPT = 64
-"""Tokens of prompts for each of `compile_after`: it takes so many to win a compiler's time back."""
-
 # Tokens of a trial, which compiles layers ahead.
 _TRIAL = 256
 
