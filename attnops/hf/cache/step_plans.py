@@ -56,13 +56,15 @@ def is_asked(policy: Policy, op: str, kernel: str | None) -> bool:
 def mean_plan_us(planning: Kernel, step: Problem, rows: int) -> float:
     """Microseconds of the host that the plans of a step take, in the mean of many.
 
-    A step is planned anew where a row begins a page. The table in force has the time of a plan,
-    else the kernel that plans estimates it.
+    A step is planned anew where a row begins a page, or each is where the plan has no `last`. The
+    table in force has the time of a plan, else the kernel that plans estimates it.
     """
     table = in_force(step.target).table
     near = None if table is None else table.nearest(step)
     known = {} if near is None else near[0].plan_us
     us = known[planning.name] if planning.name in known else planning.cost_us(step)
+    if planning.plan.last is None:
+        return us
     return us * (1 - (1 - 1 / step.page_size) ** rows)
 
 
