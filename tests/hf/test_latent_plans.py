@@ -163,3 +163,12 @@ def test_bits_of_graphs_are_those_without():
             found.append(logits(pair.model, *CALLS[0], logits_processor=[Forced()]))
             assert pair.ran["fa3.run"]
     assert torch.equal(*found)
+
+
+def test_explain():
+    with served("breakable") as pair, torch.no_grad():
+        ids, cache = torch.randint(3, 90, (2, 12)), pair.handle.new_cache(2, 64)
+        pair.model(ids[:, :9], past_key_values=cache, use_cache=True)
+        for tokens in (1, 3):
+            told = str(attnops.explain(pair.model, ids[:, :tokens], past_key_values=cache))
+            assert FA3 in told and "plan=host" in told.partition("mla_attention on")[2], tokens

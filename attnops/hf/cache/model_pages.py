@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -331,16 +330,10 @@ class ModelPages(Pages):
         if max(before, default=0) >= most:
             fail(InvalidInput, NAME, "a cache that is full", f"fewer than {most} tokens of a row")
 
-    def stepped(self, plans: StepPlans, rows: int) -> None:
-        """The step of `plan_step` was launched. While the device runs it, the host plans one more
-        of the same rows. A step of other lengths is planned anew."""
-        if self.captured:
-            return
-        self.lengths = Lengths(self._versions(), self._after)
-        if max(self._after, default=0) < self.sizes.length:
-            after = [n + 1 for n in self._after]
-            with suppress(Exception):  # the next step meets it again
-                plans.make(self, after + [1] * (rows - len(after)))
+    def stepped(self) -> None:
+        """The step of `plan_step` was launched."""
+        if not self.captured:
+            self.lengths = Lengths(self._versions(), self._after)
 
     def _versions(self) -> tuple[int, int]:
         """They change with every write but those of graphs: graphs of prompts leave the counters

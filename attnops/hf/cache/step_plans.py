@@ -7,6 +7,7 @@ are copied to the device.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -183,8 +184,16 @@ class Held:
         self._pages.plan_step(self._plans, rows, live)
 
     def stepped(self) -> None:
-        """As `ModelPages.stepped`."""
-        self._pages.stepped(self._plans, self._rows)
+        """As `ModelPages.stepped`. While the device runs the step, the host plans one more of the
+        same rows."""
+        pages = self._pages
+        pages.stepped()
+        known = pages.lengths
+        if known is None or max(known.rows, default=0) >= pages.sizes.length:
+            return
+        after = [n + 1 for n in known.rows]
+        with suppress(Exception):  # the next step meets it again
+            self._plans.make(pages, after + [1] * (self._rows - len(after)))
 
 
 def replanner(own: Planner, table: PagedBatch, tokens: int) -> Planner:
