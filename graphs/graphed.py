@@ -155,7 +155,7 @@ class Graphed(Options):
             if bucket is None or self.runner.trace(bucket) in self._prepared:
                 return
             self._initialised(values)[0].follow()
-            with self._as_captured(values), frozen():
+            with self._as_captured(bucket, values), frozen():
                 self.runner.begin(self, bucket, self._static(bucket, values)[0])
 
     def capture(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> Report:
@@ -179,7 +179,7 @@ class Graphed(Options):
             missing = [bucket for bucket in wanted if bucket not in self._entries]
             for bucket in missing:
                 if self.runner.trace(bucket) not in self._prepared:
-                    with self._capturing(values):
+                    with self._capturing(bucket, values):
                         self._prepare_for(bucket, values)
             # One session for all buckets, begun after the compiler, which leaves much garbage.
             session = self._initialised(values)[0].session() if missing else nullcontext()
@@ -350,7 +350,7 @@ class Graphed(Options):
         return self.runner.changes(error)
 
     def _captured_once(self, bucket: Bucket, values: Values) -> Entry | None:
-        with self._capturing(values) as device:
+        with self._capturing(bucket, values) as device:
             self._prepare_for(bucket, values)
             began, compiled = time.perf_counter(), self.runner.seconds
             static, planned = self._static(bucket, values)
@@ -402,20 +402,21 @@ class Graphed(Options):
         return found
 
     @contextmanager
-    def _capturing(self, values: Values) -> Iterator[Device]:
+    def _capturing(self, bucket: Bucket, values: Values) -> Iterator[Device]:
         device, _ = self._initialised(values)
         device.follow()
-        with self._as_captured(values), device.session():
+        with self._as_captured(bucket, values), device.session():
             yield device
 
     @contextmanager
-    def _as_captured(self, values: Values) -> Iterator[None]:
+    def _as_captured(self, bucket: Bucket, values: Values) -> Iterator[None]:
         """The model runs as in a graph. Its state is the same afterwards."""
         drawn = drawing_nothing(self._device_of(values)) if self.draws else nullcontext()
+        plans = self.prepare is not None or self.ahead is not None
         try:
             with (
                 CAPTURING,
-                replanned(self.prepare is not None or self.ahead is not None),
+                replanned(bucket.queries if plans else 0),
                 drawn,
                 ordinary(),
                 uncached_casts(),

@@ -89,11 +89,13 @@ class Planner:
         if over_latents(self.spec):
             if batch.shared is not None or batch.prefix is not None:
                 return {"plan": None}
-            kernel = self._answers(self.spec, batch)
-            if kernel.name not in _planned_by_host():
+            hosts = _planned_by_host()
+            if name not in hosts:
+                kernel = self._answers(self.spec, batch)
+                name = kernel.name
+            if name not in hosts:
                 with ordinary():
                     return {"plan": device_plan(kernel, self.spec, batch, self.spec.q_heads)}
-            name = kernel.name
         found = plan_paged_attention(
             self.spec,
             batch.page_table,

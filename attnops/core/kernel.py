@@ -460,14 +460,14 @@ def kernels_of(op: str) -> MappingProxyType[str, Kernel]:
     return MappingProxyType(_REGISTRY.kernels.get(op, {}))
 
 
-_REPLANNED: ContextVar[bool] = ContextVar("attnops_replanned", default=False)
+_REPLANNED: ContextVar[int] = ContextVar("attnops_replanned", default=0)
 
 
 @contextmanager
-def replanned(again: bool) -> Iterator[None]:
-    """again: the graphs that the block captures are replayed after their host plans are made
-    again."""
-    before = _REPLANNED.set(again)
+def replanned(queries: int) -> Iterator[None]:
+    """The graphs that the block captures, of at most so many new tokens a request, are replayed
+    after their host plans are made again. 0: they are not made again."""
+    before = _REPLANNED.set(queries)
     try:
         yield
     finally:
@@ -479,8 +479,10 @@ def fits_a_graph(kernel: Kernel) -> bool:
     has a plan of its own."""
     if kernel.capture is Capture.WHOLE:
         return True
-    planning = kernels_of(f"plan_{kernel.op}").get(kernel.name)
-    return _REPLANNED.get() and planning is not None and planning.plan.fixed
+    planning, queries = kernels_of(f"plan_{kernel.op}").get(kernel.name), _REPLANNED.get()
+    if planning is None or queries == 0:
+        return False
+    return planning.plan.fixed or (planning.plan.fixed_steps and queries == 1)
 
 
 def all_kernels() -> tuple[Kernel, ...]:

@@ -20,12 +20,14 @@ import attnops
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered
 from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.step_plans import Held
 from attnops.kernels.flashinfer import libraries, modules as fi
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import Features, Pages, Source, make_call, planned
 from tests.checks import right
 from tests.gpu.helpers import captured, need
 from tests.hf import test_host_plans as models
+from tests.hf.test_latent_plans import FA2, FA3, deepseek
 from tests.standins import flashinfer_modules as standin, flashinfer_planners as planners
 
 pytestmark = pytest.mark.skipif(
@@ -304,7 +306,7 @@ def distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.fixture
 def no_waits(monkeypatch):
     """How many steps were planned from lengths that the host knows. A wait in one is an error."""
-    planned_steps, plan_step = [], ModelPages.plan_step
+    planned_steps, plan_step, stepped = [], ModelPages.plan_step, Held.stepped
 
     def watched(self, plans, rows, live):
         known = self.lengths is not None and live > 0
@@ -315,7 +317,16 @@ def no_waits(monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
+    def without_waits(self):
+        # A wait ends the plan of the next step, which then meets it itself.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            stepped(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
     monkeypatch.setattr(ModelPages, "plan_step", watched)
+    monkeypatch.setattr(Held, "stepped", without_waits)
     return planned_steps
 
 
@@ -324,11 +335,23 @@ def no_waits(monkeypatch):
 def test_steps_of_a_patched_model_in_graphs(make, mode, no_waits):
     """`kernel="flashinfer"`: no further from the logits in float32 than twice eager's, one graph a
     step, and no wait."""
-    model = make().cuda()
+    steps_in_graphs(make().cuda(), "flashinfer", mode, no_waits)
+
+
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+@pytest.mark.parametrize("heads", [4, 128])
+@pytest.mark.parametrize("kernel", [FA2, pytest.param(FA3, marks=hopper)])
+def test_steps_over_latents_in_graphs(kernel, heads, mode, no_waits):
+    """As `test_steps_of_a_patched_model_in_graphs`."""
+    steps_in_graphs(deepseek(heads).cuda(), kernel, mode, no_waits)
+
+
+def steps_in_graphs(model, kernel, mode, no_waits):
+    """Logits, graphs and waits of a patched model."""
     eager = [logits(model, *call) for call in models.CALLS]
     exact = copy.deepcopy(model).float()
     want = [logits(exact, *call) for call in models.CALLS]
-    with attnops.patch(model, cache="paged", kernel="flashinfer", decode=mode) as handle:
+    with attnops.patch(model, cache="paged", kernel=kernel, decode=mode) as handle:
         for call, near, right_ones in zip(models.CALLS, eager, want, strict=True):
             got = logits(model, *call)
             assert distance(got, right_ones) < 2 * distance(near, right_ones), call

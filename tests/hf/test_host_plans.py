@@ -102,13 +102,13 @@ class Pair(Beside):
 
 
 @contextmanager
-def patched(model, mode, kernel="flashinfer", arch=90, **more):
+def patched(model, mode, kernel="flashinfer", arch=90, vendor=flashinfer_modules, **more):
     """A patched model beside its twin, on the stand-ins."""
     twin, cache = copy.deepcopy(model), "auto" if mode == "auto" else "paged"
     options = {"kernel": kernel, "cache": cache, "decode": how(mode, **more)}
     target = Target("cuda", arch, assume=("flashinfer",))
     with (
-        flashinfer_modules.installed() as calls,
+        vendor.installed() as calls,
         pretend(target),
         attnops.patch(model, **options) as handle,
     ):
@@ -254,7 +254,7 @@ def test_a_capture_by_hand_takes_another_kernel():
     """Nobody plans again before its replays."""
     kernel = kernels_of("paged_attention")["flashinfer"]
     assert not fits_a_graph(kernel)
-    with replanned(True):
+    with replanned(64):
         assert fits_a_graph(kernel)
         assert not fits_a_graph(kernels_of("plan_paged_attention")["flashinfer"])
 

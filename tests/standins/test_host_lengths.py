@@ -16,8 +16,9 @@ from attnops.core.kernel import kernels_of
 from attnops.core.op import OPS
 from attnops.core.problem import Target, pretend
 from attnops.core.record import changed
-from attnops.graphs import Buckets, breakable
+from attnops.graphs import Buckets, breakable, piecewise
 from attnops.kernels.shared.plan import MAGIC
+from attnops.nn import LatentAttention
 from attnops.ops import latent_layers, mla_attention, paged_layers, plan_paged_attention
 from attnops.ops.pages.plan import statics_of
 from tests.graphs.standin import StandIn
@@ -285,3 +286,52 @@ def test_bad_lengths_are_named(change, text):
             kernel="flashinfer",
             **{**lengths, **change},
         )
+
+
+@pytest.mark.parametrize("mode", [breakable, piecewise])
+@pytest.mark.parametrize("padding", ["absent", "null"])
+def test_graphs_of_a_latent_layer(mode, padding):
+    """Steps of one token hold the kernel, for each of their plans has one header; steps of several
+    run it between graphs."""
+    layer = LatentAttention(
+        64,
+        4,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        kernel="flashinfer_mla_fa3",
+        dtype=BF16,
+    ).eval()
+    mine, theirs = cache_of("mla"), cache_of("mla")
+    spec = latent_layers(4, 64, BF16)
+    plans, own = (
+        Planner(spec, **SIZES, device="cpu", kernel="flashinfer_mla_fa3") for _ in range(2)
+    )
+    buckets = Buckets(decode=(4,), tokens=(16,), requests=4, padding=padding)
+
+    more = {"inner": "eager"} if mode is piecewise else {}
+
+    def absorbed(plan):
+        return lambda batch: plan(replace(batch, prefix=None).known(batch.host))
+
+    step = mode(
+        layer,
+        buckets,
+        tokens=("hidden",),
+        prepare=absorbed(plans),
+        cache=mine,
+        graphs=StandIn(),
+        **more,
+    )
+    ids, twins = ([c.alloc() for _ in range(3)] for c in (mine, theirs))
+    for count, new in ((3, [4, 2, 5]), (3, 1), (2, 1), (3, 1), (2, [1, 3])):
+        batch, twin = mine.batch(ids[:count], new), theirs.batch(twins[:count], new)
+        hidden = torch.randn(batch.slots.shape[0], 64, dtype=BF16)
+        with torch.no_grad():
+            got = step(hidden, batch=batch, latent_pages=mine.latent_pages[0])
+            want = layer(hidden, batch=absorbed(own)(twin), latent_pages=theirs.latent_pages[0])
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    decode, mixed = sorted(step.report().rows, key=lambda row: row.bucket.tokens)
+    assert (decode.graphs, decode.breaks, decode.replays) == (1, (), 3)
+    assert (mixed.graphs, [each.op for each in mixed.breaks]) == (2, ["mla_attention"])

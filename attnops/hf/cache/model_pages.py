@@ -279,7 +279,7 @@ class ModelPages(Pages):
     def _planned(self, layer: Problem) -> tuple[Planner, bool] | None:
         """(the Planner of a kind of layer, is its kernel asked for, or alone of its rank?). None:
         no step is planned."""
-        if over_latents(layer) or self._takes_one_launch(layer, self._room):
+        if self._takes_one_launch(layer, self._room):
             return None
         decode = altered(self._decode(layer), workspace=self._room)
         key = key_for(layer.op, self.sizes.kernel)
@@ -331,7 +331,7 @@ class ModelPages(Pages):
             fail(InvalidInput, NAME, "a cache that is full", f"fewer than {most} tokens of a row")
 
     def stepped(self) -> None:
-        """The step of `plan_step` was replayed."""
+        """The step of `plan_step` was launched."""
         if not self.captured:
             self.lengths = Lengths(self._versions(), self._after)
 

@@ -7,6 +7,7 @@ are copied to the device.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,13 +57,15 @@ def is_asked(policy: Policy, op: str, kernel: str | None) -> bool:
 def mean_plan_us(planning: Kernel, step: Problem, rows: int) -> float:
     """Microseconds of the host that the plans of a step take, in the mean of many.
 
-    A step is planned anew where a row begins a page. The table in force has the time of a plan,
-    else the kernel that plans estimates it.
+    A step is planned anew where a row begins a page, or each is where the plan has no `last`. The
+    table in force has the time of a plan, else the kernel that plans estimates it.
     """
     table = in_force(step.target).table
     near = None if table is None else table.nearest(step)
     known = {} if near is None else near[0].plan_us
     us = known[planning.name] if planning.name in known else planning.cost_us(step)
+    if planning.plan.last is None:
+        return us
     return us * (1 - (1 - 1 / step.page_size) ** rows)
 
 
@@ -82,7 +85,9 @@ class StepPlans:
         known = map(kinds.get, pages.sizes.layers)
         self.planners = tuple(kind and kind.planner for kind in known)
         self._windows = {kind.window for kind in self._kinds if kind.window}
-        # Of the latest plans: the pages of each row, and, by window, those behind it.
+        # Of the latest plans: the tokens of each row; the pages of each, and, by window, those
+        # behind it.
+        self._lengths: list[int] = []
         self._made: list[list[int]] = []
         self._last: list[Tensor | None] = []
         # Of steps of several tokens, by tokens and rows.
@@ -95,7 +100,19 @@ class StepPlans:
         return [each.workspace for each in (*(kind.planner for kind in self._kinds), *longer)]
 
     def make(self, pages: ModelPages, lengths: list[int]) -> None:
-        """Plan a step. lengths: tokens of each row, the new one included. It waits for nothing."""
+        """Plan a step, unless it is the one that the latest plans are of. lengths: tokens of each
+        row, the new one included. It waits for nothing.
+
+        The device reads plans in the order of the stream: those of the step under way lie in its
+        buffers until its kernels are done.
+        """
+        if lengths == self._lengths:
+            return
+        self._lengths = []  # until all plans are made
+        self._write(pages, lengths)
+        self._lengths = lengths
+
+    def _write(self, pages: ModelPages, lengths: list[int]) -> None:
         size, device = pages.page_size, pages.sizes.device
         numbers = partial(torch.tensor, device="cpu", pin_memory=device.type == "cuda")
         asked = [[-(-n // size) for n in lengths]]
@@ -156,15 +173,27 @@ class Held:
 
     def __init__(self, pages: ModelPages, policy: str, plans: StepPlans) -> None:
         self._pages, self._policy, self._plans = pages, policy, plans
-        self.stepped = pages.stepped
-        """As `ModelPages.stepped`."""
+        self._rows = 0  # of the latest step
 
     def plan_step(self, rows: int, live: int) -> None:
         """As `ModelPages.plan_step`, with these plans."""
         if self._pages.known_plans.get(self._policy) is not self._plans:
             self._pages.keep(self._policy, self._plans)  # those of others had taken their place
             self._pages.use()
+        self._rows = rows
         self._pages.plan_step(self._plans, rows, live)
+
+    def stepped(self) -> None:
+        """As `ModelPages.stepped`. While the device runs the step, the host plans one more of the
+        same rows."""
+        pages = self._pages
+        pages.stepped()
+        known = pages.lengths
+        if known is None or max(known.rows, default=0) >= pages.sizes.length:
+            return
+        after = [n + 1 for n in known.rows]
+        with suppress(Exception):  # the next step meets it again
+            self._plans.make(pages, after + [1] * (self._rows - len(after)))
 
 
 def replanner(own: Planner, table: PagedBatch, tokens: int) -> Planner:

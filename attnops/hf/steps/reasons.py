@@ -231,7 +231,8 @@ def needs_plan(kernel: str | None) -> bool:
 
 
 def _has_latents(owner: Any) -> bool:
-    """Do layers of the model attend to latents, which are planned in no step?"""
+    """Do layers of the model attend to latents, whose plans take a row with fewer tokens than it
+    brings?"""
     return any(map(is_latent, owner.modules()))
 
 

@@ -287,6 +287,8 @@ for _path, _where, _cost_us, _about in (
     (FA3, arch(90), FA3_US, "on SM90"),
 ):
     # NEVER: as in `flashinfer`, for Inductor's recorder of CUDA graphs would copy the plan.
+    # fixed_steps: how many queries a tile has, and so the launch, follows from the mean of all
+    # rows. Each has one query in such a step, padding included, and others in other steps.
     _kernel = functools.partial(
         Kernel,
         f"flashinfer_mla_{NAMES[_path]}",
@@ -305,7 +307,7 @@ for _path, _where, _cost_us, _about in (
             _plan,
             needs=(_where, *NEEDS),
             cost_us=_us,
-            plan=Plan(sizes=plan_sizes),
+            plan=Plan(sizes=plan_sizes, fixed_steps=True),
         )
     )
     _run, _needs = functools.partial(mla_attention, _path), (_where, *NEEDS, host_plan(MAKER))
