@@ -5,6 +5,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from attnops.core.errors import InvalidInput
+from attnops.graphs import Graphed
+from attnops.graphs.per_layer import NotRegional
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps import prompt
@@ -67,13 +70,14 @@ STEPS = ((0, 40), (40, 95), (95, 96), (96, 150), (150, 157), (157, 158), (158, 2
 
 @torch.no_grad()
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "window"), [*((name, 8) for name in FAMILIES), ("gemma3", 64)])
 @pytest.mark.parametrize("chunk", [prompt.CHUNK, 48])
-def test_logits(name, chunk, bounds):
-    """With left padding that ends in the middle of the second turn."""
+def test_logits(name, window, chunk, bounds):
+    """With left padding that ends in the middle of the second turn, and a window that is longer
+    than a chunk."""
     bounds((32, 128, 256), chunk=chunk)
     ids, mask = tokens(3, 200), left_padded(3, 200, (3, 51, 0))
-    with first(name) as pair:
+    with first(tiny.model(name, sliding_window=window)) as pair:
         cache = pair.handle.new_cache(3, 220)
         for _ in range(2):
             cache.reset()
@@ -144,9 +148,9 @@ def test_a_capture_that_fails_overwrites_nothing(mode, bounds, monkeypatch):
 
     monkeypatch.setattr(prompt.Prompts, "step", fails)
     monkeypatch.setattr(prompt.Prompts, "begin", lambda *_: None)
-    with beside("mistral", mode, compile_after=99) as pair:
-        pair.decoder._at_once = mode == "piecewise"
+    with beside("gemma3", mode, compile_after=99) as pair:
         cache, mask = pair.handle.new_cache(3, 160), left_padded(3, 110)
+        pair.decoder._at_once = mode == "piecewise"
         assert [conversation(pair, cache, mask) for _ in range(3)] == [""] * 3
         assert len(failed) == 1 and "no way" in pair.decoder.prompts.why
 
@@ -163,7 +167,7 @@ def test_an_error_half_way_leaves_no_cache_to_go_on_with(bounds, monkeypatch):
             raise RuntimeError("a test's")
         return replay(*args)
 
-    with first("mistral") as pair:
+    with first("gemma3") as pair:
         cache, mask = pair.handle.new_cache(3, 160), left_padded(3, 110)
         assert [conversation(pair, cache, mask) for _ in range(3)] == ["", *["captured"] * 2]
         with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="a test's"):
