@@ -131,11 +131,10 @@ def packed(pages: ModelPages, counts: Tensor, before: Tensor, total: int) -> Pag
 def windows_behind(
     pages: ModelPages, counts: Tensor, before: Tensor, total: int
 ) -> tuple[Behind | None, ...]:
-    """Of each page table what the tokens of a chunk are behind, if the chunk may overwrite it.
-    Arguments as in `packed`."""
-    drafts = pages.sizes.drafts
+    """Of each page table with a window what the tokens of a chunk are behind. Arguments as in
+    `packed`."""
     return tuple(
-        _window_behind(pages, table, counts, before, total) if window and total > drafts else None
+        _window_behind(pages, table, counts, before, total) if window else None
         for table, window in enumerate(pages.windows)
     )
 

@@ -125,7 +125,7 @@ class Prompts:
         self.why, self.took, self._ran = "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self._replayed = False  # did a graph run a chunk of it?
-        # Does it overwrite keys that it would need if it ran again? Has it begun to?
+        # May it overwrite keys that it would need if it ran again? Has it begun to?
         self._once, self._overwrote = False, False
         self._recorded = False  # did its layers need no compiler?
         self.due: dict[str, tuple[weakref.ref[Over], int]] = {}
@@ -227,8 +227,7 @@ class Prompts:
         if positions is None:
             positions = torch.arange(seen, seen + columns, device=ids.device)
         most = sum(counts) if self._of_length or cache.latent else CHUNK
-        long = max(counts) > state.pages.sizes.drafts
-        self._once = state.filled and long and any(state.pages.windows)
+        self._once = state.filled and any(state.pages.windows)
         parts = parts_of(counts, [max(seen - s, 0) for s in starts], most)
         self.why = self._why_pages(parts, cache)
         if self.why:
