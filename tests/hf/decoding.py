@@ -11,6 +11,7 @@ import torch
 
 import attnops
 from attnops.hf import Decode, tiny
+from attnops.hf.cache.names import named
 from attnops.hf.steps import prompt
 from tests.graphs.standin import StandIn
 from tests.hf.helpers import near, paged
@@ -109,6 +110,21 @@ def logits(model, *call, **more):
     return torch.stack(
         generated(model, *call, output_logits=True, return_dict_in_generate=True, **more).logits
     )
+
+
+def turns(model, cache, ids, lengths, pad):
+    """Of a conversation of so many new tokens a turn, the answers. Its last one is not in the cache
+    when the next turn begins."""
+    seen = 0
+    for length in lengths:
+        seen += length
+        mask = torch.ones_like(ids[:, :seen])
+        mask[0, :pad] = 0
+        given = {"attention_mask": mask, **named(cache), "do_sample": False}
+        out = model.generate(ids[:, :seen], **given, max_new_tokens=3, min_new_tokens=3)
+        yield out[:, seen:]
+        ids = torch.cat([out, ids[:, seen:]], 1)
+        seen += 3
 
 
 def prompts_in_graphs(monkeypatch, *sizes, after=0):

@@ -20,7 +20,7 @@ from attnops.hf.steps import model_state, prompt
 from attnops.hf.steps.captures import TRIES
 from attnops.hf.steps.chunks import packed
 from tests.graphs.standin import StandIn
-from tests.hf.decoding import Failing, first, generated, logits
+from tests.hf.decoding import Failing, first, generated, logits, turns
 from tests.hf.helpers import relative, tokens
 
 SIZES = (32, 64)
@@ -72,21 +72,6 @@ def test_prompts_that_are_not_captured_run_the_layers_of_the_model():
         assert "it has more than 64 tokens" in str(pair.handle.report())
 
 
-def _turns(model, cache, ids, lengths, pad):
-    """Of a conversation of so many new tokens a turn, the answers. Its last one is not in the cache
-    when the next turn begins."""
-    seen = 0
-    for length in lengths:
-        seen += length
-        mask = torch.ones_like(ids[:, :seen])
-        mask[0, :pad] = 0
-        given = {"attention_mask": mask, **named(cache), "do_sample": False}
-        out = model.generate(ids[:, :seen], **given, max_new_tokens=3, min_new_tokens=3)
-        yield out[:, seen:]
-        ids = torch.cat([out, ids[:, seen:]], 1)
-        seen += 3
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "granite", "minicpm3"])
 @pytest.mark.parametrize("pad", [0, 4])
@@ -94,10 +79,10 @@ def test_turns_of_a_conversation_are_captured(name, pad):
     """Also those of one new token, the last one of the answer before it."""
     ids, lengths = tokens(2, 60), [14, 9, 11, 0, 7, 25]
     with first(name) as pair:
-        want = [*_turns(pair.twin, DynamicCache(config=pair.twin.config), ids, lengths, pad)]
+        want = [*turns(pair.twin, DynamicCache(config=pair.twin.config), ids, lengths, pad)]
         for took in (["", "", *["captured"] * 3, ""], ["captured"] * 6):
             cache, ran = pair.handle.new_cache(2, 90), []
-            for got, right in zip(_turns(pair.model, cache, ids, lengths, pad), want, strict=True):
+            for got, right in zip(turns(pair.model, cache, ids, lengths, pad), want, strict=True):
                 assert torch.equal(got, right)
                 ran.append(pair.took.prompt)
             assert ran == took, pair.handle.report()

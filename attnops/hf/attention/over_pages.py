@@ -9,8 +9,8 @@ first L - n + i + 1, so padding on the left, which is not stored, sees no token 
 
 The first tokens of an empty cache attend to each other directly, without pages; in a packed prompt
 (attnops.hf.steps.prompt), a row of the tokens of all requests, those of each request. So do the
-tokens of a long step over a sliding window, beside copies of the window's tokens, whose pages the
-step overwrites.
+tokens of a long step or chunk over a sliding window, beside copies of the window's tokens, whose
+pages the step overwrites.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.request import Request
 from attnops.hf.cache.model_pages import Past
-from attnops.hf.cache.paged_cache import PagedModelCache, View
+from attnops.hf.cache.paged_cache import Behind, PagedModelCache, View
 from attnops.hf.generation import running_generation
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
 from attnops.nn.latent import absorbed_weights, attend_absorbed, renew
@@ -218,12 +218,19 @@ def attend_keys(
         out = _in_one_launch(step)
         _wrote(cache, layer)
         return out.view(batch, count, heads, out.shape[2]).to(request.query.dtype)
-    # Copied before the step overwrites the pages of the window.
-    behind = None if view.past is None else _with_window(step, view.past)
     new = key.flatten(0, 1), value.flatten(0, 1)
+    # Copied before the step overwrites the pages of the window.
+    packed = behind = None
+    if isinstance(view.past, Behind):
+        packed = view.past
+        keys = _joined(k_pages, packed, new[0]), _joined(v_pages, packed, new[1])
+    elif view.past is not None:
+        behind = _with_window(step, view.past)
     write_kv(*new, k_pages, v_pages, view.batch.slots)
     _wrote(cache, layer)
-    if view.fresh and (view.packed or _packs(step, dense, varlen)):
+    if packed is not None:
+        out = _packed(step, keys, varlen, packed)
+    elif view.fresh and (view.packed or _packs(step, dense, varlen)):
         out = _packed(step, new, varlen)
     elif behind is not None or (view.fresh and count > 1):
         out = _alone(step, behind, dense)
@@ -261,19 +268,21 @@ def _packs(step: _Step, dense: str | None, varlen: str | None) -> bool:
     return several and _is_whole(step) and descriptor.far(step.query.device) and not forced
 
 
-def _packed(step: _Step, new: tuple[Tensor, Tensor], kernel: str | None) -> Tensor:
-    """The rows' own tokens attend to each other, as packed requests. new: their keys and values
-    `[T, H, D]`."""
+def _packed(
+    step: _Step, keys: tuple[Tensor, Tensor], kernel: str | None, past: Behind | None = None
+) -> Tensor:
+    """The rows' own tokens attend to each other, as packed requests, and to copies of `past`.
+    keys: keys and values `[T, H, D]`, or `[N, H, D]` of `past`."""
     starts, count = step.view.batch.cu_seqlens_q, step.query.shape[1]
     out: Tensor = varlen_attention(
         step.query.flatten(0, 1),
-        *new,
+        *keys,
         starts,
-        starts,
+        starts if past is None else past.starts,
         max_seqlen_q=count,
-        max_seqlen_k=count,
+        max_seqlen_k=count if past is None else past.most + count,
         causal=True,
-        padded=False,
+        padded=past is not None,
         kernel=kernel,
         **_rules(step),
     )
@@ -354,6 +363,11 @@ def _behind(pages: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     """`[B, W + S, H, D]`: the new tokens `[B, S, H, D]` behind those in the slots `[B * W]`."""
     old = pages.flatten(0, 1)[slots].unflatten(0, (new.shape[0], -1))
     return torch.cat([old, new], 1)
+
+
+def _joined(pages: Tensor, past: Behind, new: Tensor) -> Tensor:
+    """`[N, H, D]`: the new tokens `[T, H, D]` of each request behind copies of its window."""
+    return pages.flatten(0, 1)[past.slots].index_copy_(0, past.new, new)
 
 
 def _wrote(cache: PagedModelCache | View, layer: Any) -> None:

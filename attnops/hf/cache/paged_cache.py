@@ -42,19 +42,33 @@ from attnops.hf.cache.step_plans import StepPlans
 _NOTHING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
+class Behind(NamedTuple):
+    """The keys of a packed chunk over a window whose pages the chunk overwrites: of each request
+    those of its window, copied before, and its new ones behind them.
+
+    slots: int64 `[N]`, of copied tokens; 0 for others. new: int64 `[T]`, the places of new tokens.
+    starts: int32 `[B + 2]`, as `cu_seqlens_k`. most: copied tokens of one request.
+    """
+
+    slots: Tensor
+    new: Tensor
+    starts: Tensor
+    most: int
+
+
 class Step(NamedTuple):
     """A forward pass, shared by its layers.
 
     batch: of all page tables.
     past: of each page table the tokens before a step too long to attend through it; None: it is
-    not.
+    not. Empty: none is.
     fresh: the cache was empty before the step.
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
     planners: as in `StepPlans`; empty where no layer reads a plan.
     """
 
     batch: PagedBatch
-    past: tuple[Past | None, ...]
+    past: tuple[Past | Behind | None, ...]
     fresh: bool
     one_launch: tuple[bool, ...] = ()
     planners: tuple[Planner | None, ...] = ()
@@ -75,7 +89,7 @@ class View:
     pages: tuple[Tensor, ...]
     window: int
     batch: PagedBatch
-    past: Past | None = None
+    past: Past | Behind | None = None
     fresh: bool = False
     heads: int = 0
     one_launch: bool = False

@@ -13,6 +13,8 @@ from torch.nn.functional import pad
 from attnops.cache.batch import PagedBatch
 from attnops.cache.step import Tokens
 from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.paged_cache import Behind
+from attnops.ops import slot_mapping
 
 
 class Part(NamedTuple):
@@ -124,3 +126,37 @@ def packed(pages: ModelPages, counts: Tensor, before: Tensor, total: int) -> Pag
         )
 
     return with_rest(batch)
+
+
+def windows_behind(
+    pages: ModelPages, counts: Tensor, before: Tensor, total: int
+) -> tuple[Behind | None, ...]:
+    """Of each page table with a window what the tokens of a chunk are behind. Arguments as in
+    `packed`."""
+    return tuple(
+        _window_behind(pages, table, counts, before, total) if window else None
+        for table, window in enumerate(pages.windows)
+    )
+
+
+def _window_behind(
+    pages: ModelPages, table: int, counts: Tensor, before: Tensor, total: int
+) -> Behind:
+    most, page_table, device = pages.windows[table] - 1, pages.tables[table], counts.device
+    rows, ends = counts.shape[0], counts.cumsum(0)
+    copied = torch.where(counts > 0, before.clamp(max=most), 0)
+    shift = copied.cumsum(0)
+    token = torch.arange(total, device=device)
+    # Padding comes last, and is behind nothing.
+    request = torch.searchsorted(ends, token, right=True).clamp(max=rows - 1)
+    stops = torch.cat([ends + shift, total + shift[-1:]])
+    key = torch.arange(rows * most + total, device=device)
+    owner = torch.searchsorted(stops[:-1], key, right=True)
+    row = owner.clamp(max=rows - 1)
+    at = key - (stops[:-1] - counts)[row]  # from the first new token on
+    is_old = (owner < rows) & (at < 0)
+    room = page_table.shape[1] * pages.page_size
+    position = torch.where(is_old, (before[row] + at) % room, -1)
+    slots = slot_mapping(position, row, page_table, page_size=pages.page_size)
+    starts = pad(stops, (1, 0)).to(torch.int32)
+    return Behind(slots.clamp(min=0), token + shift[request], starts, most)

@@ -21,7 +21,7 @@ from attnops.graphs.per_layer import NUMBER, NotRegional, Regions, Twin, twin, w
 from attnops.hf.attention import descriptor
 from attnops.hf.cache.model_pages import EMPTY, ModelPages
 from attnops.hf.cache.names import argument_of
-from attnops.hf.cache.paged_cache import PagedModelCache, Step, View, described
+from attnops.hf.cache.paged_cache import Behind, PagedModelCache, Step, View, described
 from attnops.hf.models.methods import is_replaced
 from attnops.lowering.compile_layers import repeated_blocks
 from attnops.nn.steady import is_linear
@@ -175,6 +175,10 @@ class Here:
             # Not of varying sizes: kernels look at those of scratch, and a plan has one.
             batch = replace(batch, plan=planner.plan, workspace=planner.workspace)
         own = tuple(self.regions.varying(t.detach(), 0) for t in pages.layers[at])
+        past = step.past[table] if step.past else None
+        if isinstance(past, Behind):
+            slots, new, starts = (self.regions.varying(t.detach(), 0) for t in past[:3])
+            past = Behind(slots, new, starts, past.most)
         # Sliding layers whose pages hold the whole text, or less, share code once their windows are
         # compared.
         window = 0 if _within(mask, window) else window
@@ -183,6 +187,7 @@ class Here:
             own,
             window,
             batch,
+            past,
             fresh=step.fresh,
             heads=heads,
             packed=self.packed,

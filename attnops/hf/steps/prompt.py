@@ -6,6 +6,10 @@ requests, or of parts of one long request. The first tokens of a request attend 
 chunks, and prompts that go on with a cache, attend over pages and have graphs of their own. Chunks
 are captured: padding, which fills a bucket, is one request more, whose tokens are not stored.
 Recorded layers run in graphs alone: the model's own layers run the chunks that are not captured.
+
+The pages of a sliding window are used in turn, so a chunk may overwrite keys that its first tokens
+see: each layer copies them before it writes. What goes on with such a cache cannot run twice. It
+runs in graphs alone, which are captured before the first chunk.
 """
 
 from __future__ import annotations
@@ -41,7 +45,14 @@ from attnops.hf.cache.names import argument, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State, Step
 from attnops.hf.steps.calls import more
 from attnops.hf.steps.captures import Failures, Over, passing
-from attnops.hf.steps.chunks import Part, packed, parts_of, unpadded, why_unpacked
+from attnops.hf.steps.chunks import (
+    Part,
+    packed,
+    parts_of,
+    unpadded,
+    why_unpacked,
+    windows_behind,
+)
 from attnops.hf.steps.compiled_layers import Here, modules_of
 from attnops.hf.steps.precompile import COMPILING, Compiling
 from attnops.lowering import merge_linears_pass
@@ -119,6 +130,8 @@ class Prompts:
         self.why, self.took, self._ran = "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
         self._replayed = False  # did a graph run a chunk of it?
+        # May it overwrite keys that it would need if it ran again? Has it begun to?
+        self._once, self._overwrote = False, False
         self._recorded = False  # did its layers need no compiler?
         self.due: dict[str, tuple[weakref.ref[Over], int]] = {}
         self._begun: set[str] = set()  # the modes of graphs with a size whose layers were recorded
@@ -178,8 +191,6 @@ class Prompts:
             yield "under a deterministic policy bits may not follow from the prompts before"
         if cache.latent and not recorded:
             yield "the pages hold latents, and compiled layers take none"
-        if state.filled and any(state.pages.windows):
-            yield "it goes on with a cache of sliding windows"
         if state.filled and not state.whole:
             yield "the step before it failed"
         if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
@@ -209,6 +220,7 @@ class Prompts:
         Raises InvalidInput: a mask that pages cannot follow.
         """
         self.due.clear()
+        self._overwrote = False
         cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
         state, (rows, columns) = cache.state, ids.shape
         start, (seen, *starts) = padding_of(
@@ -221,8 +233,8 @@ class Prompts:
             return None
         if positions is None:
             positions = torch.arange(seen, seen + columns, device=ids.device)
-        whole = self._of_length or cache.latent or any(state.pages.windows)
-        most = sum(counts) if whole else CHUNK
+        most = sum(counts) if self._of_length or cache.latent else CHUNK
+        self._once = state.filled and any(state.pages.windows)
         parts = parts_of(counts, [max(seen - s, 0) for s in starts], most)
         self.why = self._why_pages(parts, cache)
         if self.why:
@@ -232,7 +244,13 @@ class Prompts:
             self.why = COMPILING
         if self.why:
             return None
-        logits = self._tried(parts, over, unpadded(ids, positions, counts), cache)
+        try:
+            logits = self._tried(parts, over, unpadded(ids, positions, counts), cache)
+        except BaseException:
+            if self._overwrote:  # as after an error half way of the model's own layers
+                state.pages.advance(start, columns)
+                state.unfinished = columns
+            raise
         if logits is None:
             return None
         state.pages.advance(start, columns)
@@ -269,7 +287,7 @@ class Prompts:
         after = RECORD_AFTER if recorded else CAPTURE_AFTER
         due = [self._due(part, graphs, after) for part in parts]
         against = [why for why in due if isinstance(why, str)]
-        if against and (recorded or due == [_early(after)]):
+        if against and (recorded or self._once or due == [_early(after)]):
             self.why = against[0]
         return [None if isinstance(each, str) else each for each in due]
 
@@ -332,7 +350,7 @@ class Prompts:
             self.why = str(error)
             return None
         except Exception as error:
-            if not self._is_of_compiler(error):
+            if self._overwrote or not self._is_of_compiler(error):
                 raise
             self.why = one_line(error)
             self.failures.note("layers", error)
@@ -349,6 +367,9 @@ class Prompts:
         self._failed = self._replayed = False
         pages = cache.state.pages
         with ordinary(), uncached_casts():
+            if self._once:
+                self._capture(parts, over, cache)
+                self._overwrote = True
             # At once and before the first chunk: a copy from the host's own memory waits until the
             # device is idle.
             lists = [each for part in parts for each in part[2:]]
@@ -363,6 +384,17 @@ class Prompts:
                 )
                 for i, (part, graphs) in enumerate(zip(parts, over, strict=True))
             ]
+
+    def _capture(self, parts: list[Part], over: list[Over | None], cache: PagedModelCache) -> None:
+        """Capture chunks that have no graph yet, on padding. Raises _NotCaptured."""
+        some = cache.state.pages.seen.new_zeros
+        for part, graphs in zip(parts, over, strict=True):
+            if graphs is None or not graphs.captured("mixed", part.size, 1):
+                none = some(len(part.counts))
+                sent = none, none, none[:1], none[:1]
+                self._part(part, graphs, sent, some(2, part.size), cache)
+            if self._failed:
+                raise _NotCaptured(self.failures.why(self._failed_of(part.fresh)))
 
     def _part(
         self,
@@ -391,7 +423,7 @@ class Prompts:
                 # An error before there is a graph may be one of recorded layers alone.
                 first = over.recorded and not over.captured("mixed", part.size, 1)
                 known = isinstance(error, (NotCapturable, NotRegional)) or passing(error)
-                if not (known or first):
+                if self._overwrote or not (known or first):
                     raise
                 self._failed = True
                 self.failures.note(self._failed_of(part.fresh), error)
@@ -436,7 +468,8 @@ class Prompts:
         regions.begin()
         try:
             state.start = counts.new_zeros(1)
-            state.step = Step(packed(state.pages, counts, before, total), (), fresh)
+            past = () if fresh else windows_behind(state.pages, counts, before, total)
+            state.step = Step(packed(state.pages, counts, before, total), past, fresh)
             with here.calls(self._layers, ()):
                 out = self._forward(
                     input_ids=tokens[None],
