@@ -290,7 +290,7 @@ class PagedMode:
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
         """A cache of exactly these sizes. Raises InvalidInput, PageSizeConflict,
         torch.OutOfMemoryError."""
-        sizes = self._sizes(self._facts(), rows, length)
+        sizes = self._sizes(self._asks().facts(None), rows, length)
         return self.pool.lend(self._over, sizes, page_size, exact=True)
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
@@ -325,7 +325,7 @@ class PagedMode:
         return self._asked
 
     def _facts(self) -> Facts:
-        """The model as it is now."""
+        """The model as it is now, where its `generate()` chooses a cache."""
         return self._asks().facts(None if self._decoder is None else self._decoder.glance)
 
     def _sizes(self, facts: Facts, rows: int, length: int, back: int = 0) -> Sizes:
