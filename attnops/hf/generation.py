@@ -57,6 +57,8 @@ class Generation:
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
     around: the generation in whose call this one began, as in a LogitsProcessor.
+    looked: the glance at the owner (attnops.hf.steps.model_state) that was found to hold when its
+    cache was chosen. None once code may have run that is not known to leave the model as it is.
     read: (the last mask that the host has read, its version, what it read), or (), see `on_host`.
     """
 
@@ -75,6 +77,7 @@ class Generation:
     last: tuple[Any, ...] = ()
     prepared: tuple[Any, ...] = ()
     around: Generation | None = None
+    looked: Any = None
     read: tuple[Any, ...] = ()
 
     def note(self, new: Verdict) -> None:
@@ -132,6 +135,12 @@ def on_host(mask: Tensor) -> Tensor:
         running.read = mask, mask._version, mask.to("cpu", torch.bool)
     read: Tensor = running.read[2]
     return read
+
+
+def look_again() -> None:
+    """The model may have changed since its `generate()` looked at it."""
+    if (running := running_generation()) is not None:
+        running.looked = None
 
 
 @contextmanager
@@ -201,7 +210,7 @@ def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if (running := _running(module)) is not None:
-        running.inside, running.prepared = False, ()
+        running.inside, running.prepared, running.looked = False, (), None
 
 
 def watch(owner: Any) -> list[Method | RemovableHandle]:

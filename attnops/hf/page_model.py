@@ -30,7 +30,7 @@ from attnops.core.errors import AttnopsError, InvalidInput, PatchError, fail, on
 from attnops.core.kernel import check_kernel
 from attnops.core.precompile import start
 from attnops.core.problem import Problem
-from attnops.core.record import name, need
+from attnops.core.record import need
 from attnops.hf import not_fast
 from attnops.hf.attention.over_pages import hand_over
 from attnops.hf.cache import support as paged_models
@@ -50,18 +50,18 @@ from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.generation import Generation, current_generation, running_generation
 from attnops.hf.models.attention_modules import Match
 from attnops.hf.models.latents import dims_of
-from attnops.hf.models.methods import Method, Tree
+from attnops.hf.models.methods import Method
 from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.decode_loop import Loop
+from attnops.hf.steps.model_facts import Asked, Facts
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import begin
 from attnops.hf.steps.prompt import is_prompt
 from attnops.hf.steps.reasons import (
     Call,
     Reason,
-    callers_hooks,
     drafts,
     refuse_given,
     why_unpaged,
@@ -133,7 +133,7 @@ class PagedMode:
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
-        self._tree: Tree | None = None
+        self._asked: Asked | None = None
         self._kept: tuple[Problem, ...] | None = None
 
     def _modules(self, found: Match) -> list[Any]:
@@ -182,7 +182,7 @@ class PagedMode:
             fail(PatchError, f"{got} on {device}; want {want}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_decoder": None, "_tree": None}
+        return {**self.__dict__, "_pool": None, "_decoder": None, "_asked": None}
 
     def apply(self) -> None:
         """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
@@ -290,16 +290,8 @@ class PagedMode:
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
         """A cache of exactly these sizes. Raises InvalidInput, PageSizeConflict,
         torch.OutOfMemoryError."""
-        return self.pool.lend(self._over, self._sizes(rows, length), page_size, exact=True)
-
-    def lend(self, rows: int, length: int, drafts: int = 0, back: int = 0) -> PagedModelCache:
-        """A cache of these sizes at least. `give_back` takes its pages back, else they come back
-        when the cache is dropped, as one is that `generate()` returned to its caller.
-
-        drafts: positions past `length` for which there shall be room. back: positions of a step
-        that may be taken back.
-        """
-        return self.pool.lend(self._over, self._sizes(rows, length + drafts, back))
+        sizes = self._sizes(self._asks().facts(None), rows, length)
+        return self.pool.lend(self._over, sizes, page_size, exact=True)
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
         kind = PagedLatentCache if self.latents else PagedKeyCache
@@ -326,12 +318,20 @@ class PagedMode:
         give_back(cache)
         return made
 
-    def _sizes(self, rows: int, length: int, back: int = 0) -> Sizes:
+    def _asks(self) -> Asked:
+        if self._asked is None:
+            lists, known = self._lists, self.implementation
+            self._asked = Asked(self._owner, self.windows, lists, known)
+        return self._asked
+
+    def _facts(self) -> Facts:
+        """The model as it is now, where its `generate()` chooses a cache."""
+        return self._asks().facts(None if self._decoder is None else self._decoder.glance)
+
+    def _sizes(self, facts: Facts, rows: int, length: int, back: int = 0) -> Sizes:
+        """back: positions of a step that may be taken back."""
+        device, dtype = self._asks().place(facts)
         module = next(iter(self.windows))
-        places = {paged_models.where(module, self._owner) for module in self.windows}
-        got = ", ".join(sorted(f"{name(dtype)} on {device}" for device, dtype in places))
-        need(len(places) == 1, "attention layers", got, "one dtype and one device for all pages")
-        [(device, dtype)] = places
         if self.latents:
             dims = dims_of(module)
             heads = getattr(module, "num_heads", None) or self._config.num_attention_heads
@@ -406,25 +406,24 @@ class PagedMode:
         mask = model_kwargs.get("attention_mask")
         if generation is not None and mask is not None:
             generation.prompt = mask.shape[1]
-        self._tree = self._tree or Tree(self._owner)
-        within = self._tree.walk()
+        facts = self._facts()
         call = Call(
             self._owner,
             generation_config,
             generation_mode,
             model_kwargs,
-            self._elsewhere(),
+            facts.elsewhere,
             self.blocks,
-            callers_hooks(within.hooked),
-            within.training,
+            facts.hooks,
+            facts.training,
         )
         rows, passed = batch_size * call.copies, isinstance(given, PagedModelCache)
-        relisted = self._relisted(passed)
+        relisted = self._relisted(facts, passed)
         if passed:
             refuse_given(call, given, (rows, max_cache_length), self._graphed)
         self._expire()
         reasons = [Reason(relisted)] if relisted else [*self._reasons(call, rows)]
-        cache = None if reasons else self._lent(call, rows, max_cache_length, reasons)
+        cache = None if reasons else self._lent(call, facts, rows, max_cache_length, reasons)
         if generation is not None:
             generation.note_cache(
                 cache, "" if passed else "; ".join(reason.why for reason in reasons)
@@ -449,33 +448,30 @@ class PagedMode:
             for module in self.windows:
                 expire(module.kv_b_proj)
 
-    def _elsewhere(self) -> str | None:
-        """An attention to which a layer was switched after the patch, and which does not know
-        pages."""
-        # Layers share configs, whose attributes are slow.
-        configs = {id(config): config for config in (module.config for module in self.windows)}
-        names = (config._attn_implementation_internal for config in configs.values())
-        return next((str(name) for name in names if name != self.implementation), None)
-
-    def _relisted(self, passed: bool) -> str:
+    def _relisted(self, facts: Facts, passed: bool) -> str:
         """Which list of layers has others than at patch(); "" for none. Raises InvalidInput where
         pages were asked for or passed."""
-        relisted = paged_models.relisted(self._owner, self._lists)
         taken = passed or not self.chosen
         need(
-            not (relisted and taken),
+            not (facts.relisted and taken),
             "layers",
-            relisted,
+            facts.relisted,
             "as many as the pages have; after a change call unpatch(), then patch()",
         )
-        return relisted
+        return facts.relisted
 
     def _lent(
-        self, call: Call, rows: int, length: int, reasons: list[Reason]
+        self, call: Call, facts: Facts, rows: int, length: int, reasons: list[Reason]
     ) -> PagedModelCache | None:
-        """A cache for a call; None, and one reason more, where there is none."""
+        """A cache for a call, of these sizes at least; None, and one reason more, where there is
+        none.
+
+        `give_back` takes its pages back, else they come back when the cache is dropped, as one is
+        that `generate()` returned to its caller.
+        """
+        past, back = drafts(call)
         try:
-            return self.lend(rows, length, *drafts(call))
+            return self.pool.lend(self._over, self._sizes(facts, rows, length + past, back))
         except torch.OutOfMemoryError as error:
             why = f"there is no memory for pages ({one_line(error)})"
             reasons.append(Reason(why, told=True, chosen=False))

@@ -67,7 +67,7 @@ def test_steps_of_another_cache_are_no_reason_to_look_at_weights(two, monkeypatc
     monkeypatch.setattr(decode.Glance, "same", lambda glance: looks.append(glance) or real(glance))
     for cache in 3 * caches:
         handle.step(ids[:, :1], cache)
-    assert looks.count(handle._paged.decoder()._glance) == 1
+    assert looks.count(handle._paged.decoder().glance) == 1
 
 
 @pytest.mark.sweep(2)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import attnops
@@ -176,25 +176,94 @@ def test_one_graph_of_a_size_serves_other_weights_after_a_change():
         second_is_captured(pair)
 
 
-def test_a_captured_prompt_walks_the_model_once_and_reads_its_mask_once(monkeypatch):
-    walks, reads, to, walk = [], [], torch.Tensor.to, methods.Tree.walk
+def calls_of(monkeypatch, of, name):
+    """The calls of a method from now on."""
+    calls, method = [], getattr(of, name)
 
-    def walked(tree):
-        walks.append(tree)
-        return walk(tree)
+    def called(*args, **more):
+        calls.append(args)
+        return method(*args, **more)
 
-    def read(x, *args, **more):
-        reads.extend([x] if args == ("cpu", torch.bool) else [])
-        return to(x, *args, **more)
+    monkeypatch.setattr(of, name, called)
+    return calls
 
+
+def test_a_captured_prompt_looks_at_the_model_once_and_reads_its_mask_once(monkeypatch):
     with first() as pair:
-        assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
-        monkeypatch.setattr(methods.Tree, "walk", walked)
+        assert ways(pair, [(2, 14, 1)] * 3) == ["", "captured", "captured"]
+        looks = calls_of(monkeypatch, model_state.Glance, "same")
+        walks = calls_of(monkeypatch, methods.Tree, "walk")
+        moved = calls_of(monkeypatch, torch.Tensor, "to")
         for module in (methods, model_state):
             monkeypatch.delattr(module, "modules_in")
-        monkeypatch.setattr(torch.Tensor, "to", read)
         generated(pair.model, 2, 14, 1)
-        assert pair.took.prompt == "captured" and len(walks) == len(reads) == 1
+        reads = [args for args in moved if args[1:] == ("cpu", torch.bool)]
+        assert pair.took.prompt == "captured" and (len(looks), len(walks), len(reads)) == (1, 0, 1)
+
+
+def test_each_chunk_of_a_prompt_looks_at_the_model(monkeypatch):
+    """The model's own code runs in between."""
+    with first() as pair:
+        chunks = {"prefill_chunk_size": 7}
+        assert ways(pair, [(2, 14, 1)] * 3) == ["", "captured", "captured"]
+        looks = calls_of(monkeypatch, model_state.Glance, "same")
+        pair.same(2, 14, 1, **chunks)
+        assert len(looks) == 2
+
+
+class Unchanged(LogitsProcessor):
+    """Code of the caller's own: its call is not in a loop of ours."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_a_loop_of_transformers_own_looks_again_before_its_prompt(monkeypatch):
+    with first() as pair:
+        assert ways(pair, [(2, 14, 1)] * 3) == ["", "captured", "captured"]
+        looks = calls_of(monkeypatch, model_state.Glance, "same")
+        generated(pair.model, 2, 14, 1, logits_processor=[Unchanged()])
+        assert pair.took.prompt == "captured" and len(looks) == 2
+
+
+def test_a_hook_that_changes_the_model_between_the_choice_of_its_cache_and_its_prompt():
+    def replace(module, args):
+        norm = module.model.norm
+        norm.weight = nn.Parameter(-norm.weight.detach())
+
+    with first() as pair:
+        assert ways(pair, [(2, 14, 1)] * 3) == ["", "captured", "captured"]
+        for model in (pair.model, pair.twin):
+            model.register_forward_pre_hook(replace)
+        for _ in range(3):
+            assert torch.equal(*(generated(each, 2, 14, 1) for each in (pair.model, pair.twin)))
+
+
+def test_facts_follow_the_model():
+    """What a call asks about its model is kept as long as the model is as it was."""
+
+    def train(model):
+        model.model.layers[1].mlp.train()
+
+    def switch(model):
+        model.config._attn_implementation = "eager"
+
+    with first() as pair:
+        assert ways(pair, [(2, 14, 1)] * 3) == ["", "captured", "captured"]
+        paged = pair.handle._paged
+        before = paged._facts()
+        assert paged._facts() is before and not before.training and not before.hooks
+        hook = pair.model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+        assert [type(module).__name__ for module, _ in paged._facts().hooks] == ["LlamaMLP"]
+        hook.remove()
+        train(pair.model)
+        assert pair.model.model.layers[1].mlp in paged._facts().training
+        pair.model.eval()
+        switch(pair.model)
+        assert paged._facts().elsewhere == "eager"
+        layers = pair.model.model.layers
+        del layers[-1]
+        assert "layers has" in paged._facts().relisted
 
 
 def test_a_mask_that_a_hook_changes_is_read_again():

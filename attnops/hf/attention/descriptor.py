@@ -329,14 +329,20 @@ def padding_of(
     request = Request("auto", rows, columns, pages.sizes.length, pages.seen, attention_mask=mask)
     if not fresh:
         return _read_padding(request, pages.pad)
-    _known(request, pages.pad)
+    own = _known(request, pages.pad)
     if mask is not None and mask.shape[0] != rows:
         got, want = f"{list(mask.shape)}, {mask.shape[0]} rows", f"{rows}, as input_ids"
         fail(InvalidInput, "attention_mask.shape", got, want)
-    known = torch.zeros(rows, dtype=torch.int64, device="cpu")
+    generation = current_generation()
     shown = None if mask is None else _zeros_of(on_host(mask), columns)
+    if shown is None:
+        _check_length(request, columns)
+        if generation is not None:
+            generation.checked = pages.pad
+        return torch.zeros_like(own), [0] * (1 + rows)
+    known = torch.zeros(rows, dtype=torch.int64, device="cpu")
     read = _run(request._replace(attention_mask=shown), known, columns)
-    return _checked(request, pages.pad, _Read(0, known, *read), current_generation())
+    return _checked(request, pages.pad, _Read(0, known, *read), generation)
 
 
 def _zeros_of(shown: Tensor, columns: int) -> Tensor | None:
@@ -405,10 +411,7 @@ def _checked(
 
 def _checked_padding(read: _Read, request: Request) -> list[int]:
     """The padding of each row. Raises InvalidInput where pages cannot hold the tokens."""
-    length = read.past + request.q_length
-    if length > request.kv_length:
-        want = f"at most {request.kv_length} positions, the room of this cache"
-        fail(InvalidInput, "length", length, want)
+    _check_length(request, read.past + request.q_length)
     if not read.run.all():
         want = (
             "zeros on the left and ones up to the newest token: pages hold no other pattern. Use "
@@ -424,6 +427,13 @@ def _checked_padding(read: _Read, request: Request) -> list[int]:
         got = "another padding than before, or rows that the step before left out"
         fail(InvalidInput, "attention_mask", got, want)
     return read.start.tolist()
+
+
+def _check_length(request: Request, length: int) -> None:
+    """Raise InvalidInput for more positions than the cache has room for."""
+    if length > request.kv_length:
+        want = f"at most {request.kv_length} positions, the room of this cache"
+        fail(InvalidInput, "length", length, want)
 
 
 def _same(start: Tensor, known: Tensor, seen: Tensor | int) -> Tensor:

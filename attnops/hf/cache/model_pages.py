@@ -397,7 +397,8 @@ class ModelPages(Pages):
         self.use()
         with ordinary():
             self.seen.zero_()
-            self.high.zero_()
+            if any(self.windows):
+                self.high.zero_()
             self.pad.fill_(EMPTY)
             if self.workspace is not None:
                 self.workspace[

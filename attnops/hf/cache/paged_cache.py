@@ -1,7 +1,7 @@
 """`PagedModelCache`: a cache in pages that attnops owns, with the interface of transformers'
 caches.
 
-It gives transformers lengths, resets, rollbacks and one layer object a layer, but no keys and
+It gives transformers lengths, resets, rollbacks and an object for each layer, but no keys and
 values: `update` returns the new ones as they came, with one more dimension, so that a consumer
 which does not know of this cache fails instead of computing nonsense. The attention function writes
 and reads the pages (see `attnops.hf.attention.over_pages`).
@@ -233,7 +233,8 @@ class State:
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's view of the cache. All layers share one length, which the first one crops."""
+    """A layer's view of the cache. All layers share one length, which the first one crops, and the
+    later ones this object."""
 
     is_compileable = True
     is_croppable = True
@@ -332,13 +333,9 @@ class PagedModelCache(Cache):
         self.numbers = {layer: number for number, layer in enumerate(paged_layers)}
         self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
         self._others, rest = others, others()
-        layers = sorted((*paged_layers, *rest))
-        super().__init__(
-            layers=[
-                rest[i] if i in rest else PagedLayer(self.state, i == self.first_layer)
-                for i in layers
-            ]
-        )
+        first, later = PagedLayer(self.state, first=True), PagedLayer(self.state, first=False)
+        of_layer = {**dict.fromkeys(paged_layers, later), **rest, self.first_layer: first}
+        super().__init__(layers=[of_layer[number] for number in sorted(of_layer)])
 
     def reset(self) -> None:
         """Forget every token. The states of linear attention, whose shape is that of a batch, are

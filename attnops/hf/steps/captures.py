@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from math import isfinite
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -308,6 +309,7 @@ def cannot_compile(failures: Failures[Failed], state: int | None) -> bool:
     )
 
 
+@cache
 def of_prompts(recorded: bool, fresh: bool) -> str:
     """The mode of graphs of prompts, among the modes of steps. fresh: of chunks whose requests have
     no tokens before them."""

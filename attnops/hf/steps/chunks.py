@@ -90,7 +90,7 @@ def unpadded(ids: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
     are no padding.
     """
     rows, columns = ids.shape
-    both = torch.stack([x.expand(rows, columns).reshape(-1) for x in (ids, positions)])
+    both = torch.stack([ids, positions.expand(rows, columns)]).view(2, -1)
     if sum(counts) == both.shape[1]:
         return both
     kept = [

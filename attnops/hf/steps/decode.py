@@ -29,6 +29,7 @@ from attnops.hf import not_fast
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
+from attnops.hf.generation import look_again
 from attnops.hf.steps.calls import (
     Kind,
     kind_of,
@@ -50,7 +51,7 @@ from attnops.hf.steps.captures import (
     remember,
 )
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
-from attnops.hf.steps.model_state import Glance
+from attnops.hf.steps.model_state import Glance, holds
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import Compiling
 from attnops.hf.steps.prompt import Prompts
@@ -75,6 +76,7 @@ class Decoder:
     `Patched.release`.
     look: the model may have changed: the next step looks at it. So it is after a call of the
     model's own layers, and at every prompt.
+    glance: the model when it was last looked at; None: it is looked at anew.
     aside: why the model's steps and prompts run without graphs; "" where they may have some.
     compiling: the kernels that steps wait for.
     last_mode: of the last step.
@@ -111,7 +113,7 @@ class Decoder:
             weakref.WeakSet()
         )  # caches that stepped since the weights were looked at
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
-        self._glance: Glance | None = None  # the model when it was looked at
+        self.glance: Glance | None = None
         self.aside = self.anew = ""
         # The attributes that steps were found to write, and why models without them, by a hash,
         # have no graphs.
@@ -302,7 +304,7 @@ class Decoder:
         """Run the model without graphs until it changes. Its steps have a side effect, which a
         replay would leave out."""
         self.forget(state.pages)
-        glance = self._glance
+        glance = self.glance
         assert glance is not None
         self._written.add(error.what)
         why = f"the model's own forward writes {error.what}"
@@ -363,6 +365,7 @@ class Decoder:
         """Record the layers of a first step, and begin to compile their kernels. Raises as it."""
         with self.turn:
             self._look(state)
+            look_again()
             if not self.aside and self._mode(rows) == "breakable":
                 self._of(state, rows).begin(rows)
 
@@ -426,7 +429,7 @@ class Decoder:
         with self.turn:
             self.captures.free()
             # The next call looks at the model as if for the first time.
-            self._glance, self.look, self.aside = None, True, ""
+            self.glance, self.look, self.aside = None, True, ""
             self._written.clear()
             self._effects.clear()
             self._recorded.clear()
@@ -440,18 +443,19 @@ class Decoder:
         modes = modes_now()
         if self.look or state not in self._looked or modes != self._modes:
             self._see(modes)
-            self._looked = self._looked if not self.look else weakref.WeakSet()
+            if self.look:
+                self._looked = weakref.WeakSet()
             self._looked.add(state)
             self.look = False
 
     def _see(self, modes: tuple[Any, ...]) -> None:
-        """Look at the model now."""
-        if modes != self._modes or self._glance is None or not self._glance.same():
+        """Look at the model now, where the `generate()` that runs has not."""
+        if modes != self._modes or self.glance is None or not holds(self.glance):
             self._look_closely(modes)
 
     def _look_closely(self, modes: tuple[Any, ...]) -> None:
         """Take the graphs of the model's state."""
-        before, self._state, self._glance = self._glance, None, None
+        before, self._state, self.glance = self.glance, None, None
         glance = Glance(self._model, before)
         given = (modes, *glance.state)
         self._state, self._modes = hash(given), modes
@@ -471,7 +475,7 @@ class Decoder:
         if self._code is not None and self._code != glance.code:
             self.regions = None  # Dynamo does not guard on the code
             self.prompts.forget()
-        self._glance, self._code = glance, glance.code
+        self.glance, self._code = glance, glance.code
 
     def _of(self, state: State, rows: int) -> Over:
         """The graphs over these pages, made now if they were not before."""

@@ -137,8 +137,9 @@ def why_not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _why_another(kwargs: Mapping[str, Any], configs: Sequence[Any]) -> Iterator[str]:
     """The fields by which transformers chooses another method than `_sample`."""
     for name in (*COUNTS, *CHOICES):
-        given = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
-        asked = next((value for value in given if value is not None), None)
+        asked = kwargs.get(name)
+        for config in configs:
+            asked = getattr(config, name, None) if asked is None else asked
         if (asked or 1) > 1 if name in COUNTS else asked not in (None, False):
             yield f"{name}="
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attnops.core.eager_cache import guards_of
 from attnops.core.errors import InvalidInput, fail
+from attnops.hf.generation import running_generation
 from attnops.hf.models.methods import modules_in
 from attnops.hf.steps.around import flags, global_hooks
 from attnops.hf.steps.forward_code import Code
@@ -187,6 +188,14 @@ class Glance:
             flags(),
             global_hooks(),
         )
+
+
+def holds(glance: Glance) -> bool:
+    """Has nothing changed since a glance at a model? Once a `generate()` whose loop is ours looks,
+    up to its prompt: no code but transformers' and ours runs in between."""
+    running = running_generation()
+    looked = running is not None and running.looked is glance and not running.loop
+    return looked or glance.same()
 
 
 def _kind(value: Any) -> Any:

@@ -410,7 +410,8 @@ class Prompts:
         sent: `part.counts`, `before`, `ends` and `last` on the device. chunk: of `unpadded`.
         Raises _NotCaptured where recorded layers could not be captured.
         """
-        (tokens, positions), (counts, before, ends, last) = chunk, sent
+        tokens, positions = chunk.unbind()
+        counts, before, ends, last = sent
         if over is not None and not self.uncaptured(part.fresh) and not self._failed:
             given = {"tokens": tokens, "positions": positions, "counts": counts}
             if not part.fresh:

@@ -249,19 +249,22 @@ class Values:
 
     def keep(self) -> None:
         """Remember what `same` compares, once all values were followed."""
-        self._seen, self._identities = self._look(), self._held()
+        self._seen, self._identities = self._look(), [*self._held()]
 
     def same(self) -> bool:
         """Are the contents of all that was followed as they were? Raises where they cannot be
         looked at."""
-        return self._look() == self._seen and alike(self._held(), self._identities)
+        if self._look() != self._seen:
+            return False
+        # As many as before, for their holders have the same sizes.
+        return all(map(is_, self._held(), self._identities))
 
     def _look(self) -> tuple[Any, ...]:
         versions = [t._version for t in self._hosts]
         return list(map(len, self._sized)), versions, [read() for read in self._arrays]
 
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable([get(holder) for get, holder in self._parts]))
+    def _held(self) -> Iterable[Any]:
+        return chain.from_iterable([get(holder) for get, holder in self._parts])
 
 
 def _home(kind: type) -> str:
@@ -280,11 +283,6 @@ def content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # a name without a value yet
         return Ellipsis
-
-
-def alike(found: list[Any], seen: list[Any]) -> bool:
-    """Are they the same objects?"""
-    return len(found) == len(seen) and all(map(is_, found, seen))
 
 
 def getter(names: Sequence[str]) -> Getter:
