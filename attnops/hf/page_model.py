@@ -58,7 +58,6 @@ from attnops.hf.steps.decode_loop import Loop
 from attnops.hf.steps.model_facts import Asked, Facts
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import begin
-from attnops.hf.steps.prompt import is_prompt
 from attnops.hf.steps.reasons import (
     Call,
     Reason,
@@ -366,7 +365,7 @@ class PagedMode:
         # Of one token a row, only the first call of a generate() is known to be a prompt.
         first = generation is not None and generation.checked is None
         least = 1 if first else 2
-        logits = decoder.try_prompt(given) if is_prompt(given, least) else None
+        logits = decoder.try_prompt(given) if calls.is_prompt(given, least) else None
         if logits is None:
             decoder.look = True
             out = method.original(*args, **kwargs)

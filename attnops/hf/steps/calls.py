@@ -13,6 +13,7 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import count_function_modes
 from attnops.core.record import name, need
 from attnops.graphs import stale
+from attnops.hf.attention.descriptor import tracing
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.around import function_modes
@@ -55,6 +56,24 @@ def positions(state: State, rows: int) -> Tensor:
     with torch.no_grad(), ordinary():
         found: Tensor = (state.pages.seen - state.pages.pad[:rows])[:, None]
     return found
+
+
+def is_prompt(given: dict[str, Any], least: int) -> bool:
+    """Are these arguments of a model at least so many tokens of each row, for a cache of ours, and
+    no gradient?"""
+    ids = given.get("input_ids")
+    tokens = (
+        isinstance(ids, Tensor)
+        and ids.dim() == 2
+        and ids.dtype == torch.int64
+        and ids.shape[1] >= least
+        and not tracing(ids)
+    )
+    return (
+        tokens
+        and not torch.is_grad_enabled()
+        and isinstance(cache_names.cache_in(given), PagedModelCache)
+    )
 
 
 def kind_of(rows: int) -> Kind:

@@ -40,7 +40,7 @@ from attnops.graphs.compile_pieces import Inner
 from attnops.graphs.kinds import Kinds, OneSize
 from attnops.graphs.per_layer import NotRegional, Regions, Twin
 from attnops.graphs.stale import uncached_casts
-from attnops.hf.attention.descriptor import padding_of, tracing
+from attnops.hf.attention.descriptor import padding_of
 from attnops.hf.cache.names import argument, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State, Step
 from attnops.hf.steps.calls import more
@@ -76,20 +76,6 @@ _TRIAL = 256
 # Rotations whose angles follow from the longest position at hand: all tokens of a text must be in
 # one call.
 _OF_LENGTH = ("dynamic", "longrope")
-
-
-def is_prompt(given: dict[str, Any], least: int) -> bool:
-    """Are these arguments of a model at least so many tokens of each row, for a cache of ours, and
-    no gradient?"""
-    ids = given.get("input_ids")
-    tokens = (
-        isinstance(ids, Tensor)
-        and ids.dim() == 2
-        and ids.dtype == torch.int64
-        and ids.shape[1] >= least
-        and not tracing(ids)
-    )
-    return tokens and not torch.is_grad_enabled() and isinstance(cache_in(given), PagedModelCache)
 
 
 _WRAPPED = "kv_b_proj is wrapped, and the layers keep its weights from a prompt to its steps"
