@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,17 +20,10 @@ from .as_it_runs import AsItRuns
 from .buckets import Bucket
 from .compile_pieces import Program
 from .eager_capture import capture_mode
+from .forms import Form, Slot, mapped, own_tensors, tensors_of
 from .options import Options, Values
 from .per_layer import NotRegional, PerLayer, Regions, Twin, twin
-from .record_functions import (
-    Form,
-    Recording,
-    Slot,
-    mapped,
-    own_tensors,
-    record,
-    tensors_of,
-)
+from .record_functions import Recording, record
 from .report import Report
 from .stale import in_force
 
@@ -97,6 +89,7 @@ class Kinds(Regions):
         self._way: Way = "each"
         self._results: dict[Kind, Any] = {}  # of the kinds that ran in this step, way "once"
         self._owns: dict[nn.Module, _Own] | None = None  # in a session
+        self._forms: dict[int, tuple[Any, Any]] = {}  # of objects that layers share, in a session
 
     def varying(self, tensor: Tensor, *dims: int) -> Tensor:
         return tensor
@@ -114,6 +107,7 @@ class Kinds(Regions):
         finally:
             self._owns = None
             self._results.clear()
+            self._forms.clear()
 
     @contextmanager
     def way(self, way: Way) -> Iterator[None]:
@@ -166,7 +160,7 @@ class Kinds(Regions):
     ) -> tuple[_Own, Kind]:
         with _refused(call):
             own = self._own(call)
-            given = deepcopy(own.known).of((args, kwargs))
+            given = own.known.further().of((args, kwargs))
             key = apart, in_force(), own.form, given
             found = self._kept.pop(key, None)
             if found is None or (found.numbers is not None and self._way != "ahead"):
@@ -181,7 +175,7 @@ class Kinds(Regions):
     def _own(self, call: nn.Module) -> _Own:
         if self._owns is not None and call in self._owns:
             return self._owns[call]
-        known = Form()
+        known = Form(None if self._owns is None else self._forms)
         found = _Own(known.of_module(twin(call)[0]), known, (*own_tensors(call).values(),))
         if self._owns is not None:
             self._owns[call] = found
