@@ -125,6 +125,8 @@ class Form:
     def of(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             return self._layout(x)
+        if type(x) is int:
+            return int, x
         if isinstance(x, VALUES):
             return type(x), str(x)  # a NaN is equal to itself, and 1 is not True
         if type(x) in (tuple, list) or _is_named(x):

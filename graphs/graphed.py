@@ -447,9 +447,7 @@ class Graphed(Options):
         static[name] = replace(first, others=tuple(others))
         return static, bare
 
-    def _measured(
-        self, device: Device, bucket: Bucket, values: Values, ran: bool = False
-    ) -> int:
+    def _measured(self, device: Device, bucket: Bucket, values: Values, ran: bool = False) -> int:
         """Run the bucket without a graph, unless it ran so and is not measured. Returns the bytes
         that it needs.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,8 @@ from ..core.errors import one_line
 from ..core.fx_effects import storages
 from ..core.op import not_lowered
 from ..core.private_torch import OpOverload, TracingContext, under_context
+from ..core.problem import hearing
+from .any_size import AnySize, Differ, Sample, Sizes, choices_of
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
 from .compile_pieces import Program
@@ -23,12 +26,15 @@ from .eager_capture import capture_mode
 from .forms import Form, Slot, mapped, own_tensors, tensors_of
 from .options import Options, Values
 from .per_layer import NotRegional, PerLayer, Regions, Twin, twin
-from .record_functions import Recording, record
+from .record_functions import Followed, Recording, follow, record
 from .report import Report
 from .stale import in_force
 
 MOST_KEPT = 256
 """Recorded layers that are kept: those of all buckets."""
+
+MOST_SAMPLES = 4
+"""Recordings of a layer that together serve other sizes: each may show a size that varies."""
 
 MOST_COMPARED = 2**26
 """Bytes of pages that are compared: those of a server may take most of the memory."""
@@ -43,13 +49,17 @@ class Kind:
     """What equal layers share.
 
     out: the result, with slots. fakes: its tensors. numbers: the recording as it was before it was
-    rewritten, until its numbers are compared with a layer's own.
+    rewritten, until its numbers are compared with a layer's own. sizes: the program's inputs beside
+    tensors. sample: for kinds of other sizes. any_size: what it and earlier ones made.
     """
 
     out: Any
     fakes: list[Tensor]
     program: Program
     numbers: Recording | None
+    sizes: Sizes = ()
+    sample: Sample | None = None
+    any_size: AnySize | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,22 @@ class _Own:
     form: Any
     known: Form
     tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Called:
+    """A call of a layer in a step of so many rows. key: of its kind, the form of the arguments
+    last."""
+
+    key: tuple[Any, ...]
+    rows: int
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        return *tensors_of((self.args, self.kwargs)), *own_tensors(self.module).values()
 
 
 Kept = dict[Any, Kind]
@@ -75,9 +101,11 @@ class Kinds(Regions):
     or whose graph does not give the layer's own numbers.
 
     kept: recordings of others, to share.
+    shares_sizes: do two recordings of a layer serve steps of other rows, too?
     """
 
     takes_twins = False
+    shares_sizes = False
 
     def __init__(
         self,
@@ -131,14 +159,14 @@ class Kinds(Regions):
             return call(*args, **kwargs)
         if self._way == "own":
             return type(call).forward(call, *args, **kwargs)
-        own, kind = self._of(call, args, kwargs, apart)
+        own, kind = self._of(call, rows, args, kwargs, apart)
         if self._way == "ahead":
             return _filled(kind.out, list(map(_blank, kind.fakes)))
-        flat = *tensors_of((args, kwargs)), *own.tensors
+        flat = *tensors_of((args, kwargs)), *own.tensors, *kind.sizes
         self.ran.append(kind.program)
         return _filled(kind.out, self._run(kind, flat))
 
-    def _run(self, kind: Kind, flat: tuple[Tensor, ...]) -> Any:
+    def _run(self, kind: Kind, flat: tuple[Any, ...]) -> Any:
         """The results of the kind's program, which are captured where a capture is under way."""
         if (mode := capture_mode()) is not None:
             with mode.aside() as into:
@@ -156,7 +184,12 @@ class Kinds(Regions):
         return results
 
     def _of(
-        self, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str
+        self,
+        call: nn.Module,
+        rows: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        apart: str,
     ) -> tuple[_Own, Kind]:
         with _refused(call):
             own = self._own(call)
@@ -165,7 +198,7 @@ class Kinds(Regions):
             found = self._kept.pop(key, None)
             if found is None or (found.numbers is not None and self._way != "ahead"):
                 began = time.perf_counter()
-                found = self._recorded(found, call, args, kwargs)
+                found = self._recorded(found, _Called(key, rows, call, args, kwargs))
                 self.seconds += time.perf_counter() - began
         self._kept[key] = found
         if len(self._kept) > MOST_KEPT:
@@ -181,33 +214,70 @@ class Kinds(Regions):
             self._owns[call] = found
         return found
 
-    def _recorded(
-        self, found: Kind | None, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Kind:
+    def _recorded(self, found: Kind | None, called: _Called) -> Kind:
         """A kind, whose numbers are compared by now unless it is recorded ahead."""
-        name = type(call).__name__
+        module = called.module
+        name = type(module).__name__
         if capture_mode() is not None:
             # Its results could not be compared with the module's.
             raise NotRegional(f"{name} was called otherwise than before the capture")
-        numbers = record(twin(call)[0], args, kwargs) if found is None else found.numbers
-        assert numbers is not None
         ahead = self._way == "ahead"
-        if not ahead and _differs(numbers, call, args, kwargs):
+        if found is None and not ahead and (known := self._of_other_sizes(called)) is not None:
+            return known
+        same = twin(module)[0]
+        numbers = record(same, called.args, called.kwargs) if found is None else found.numbers
+        assert numbers is not None
+        forward = partial(type(module).forward, module, *called.args, **called.kwargs)
+        if not ahead and _differs(numbers, called.flat, forward):
             raise NotRegional(f"what was recorded of {name} has other results")
         if found is None:
-            self._kind = type(call)
-            found = self._rewritten(numbers, keep=ahead)
+            self._kind = type(module)
+            found = self._rewritten(numbers, called, keep=ahead or self.shares_sizes)
         if not ahead:
             found.numbers = None
+            self._share(found, called)
         return found
 
-    def _rewritten(self, numbers: Recording, keep: bool) -> Kind:
+    def _rewritten(self, numbers: Recording, called: _Called, keep: bool) -> Kind:
         """The kind of a recording, which is itself rewritten unless it is to be kept."""
         results: Any = numbers.module.graph.output_node().args[0]
         fakes = [node.meta["example_value"] for node in results]
-        recording = Recording(_copied(numbers.module), numbers.out) if keep else numbers
-        with _unguarded(recording), not_lowered():
-            return Kind(numbers.out, fakes, self._program(recording.module), numbers)
+        recording = replace(numbers, module=_copied(numbers.module)) if keep else numbers
+        with _unguarded(recording), not_lowered(), hearing() as heard:
+            found = Kind(numbers.out, fakes, self._program(recording.module), numbers)
+        if self.shares_sizes:
+            choices = choices_of(heard)
+            found.sample = Sample(
+                called.rows, called.key[-1], fakes, numbers, found.program, choices
+            )
+        return found
+
+    def _alike(self, called: _Called) -> list[Kind]:
+        """The kinds of such layers for other arguments, the latest first."""
+        *form, _ = called.key
+        return [kind for (*other, _), kind in reversed(self._kept.items()) if other == form]
+
+    def _share(self, found: Kind, called: _Called) -> None:
+        """Have a kind serve other sizes with earlier ones that differ in sizes alone."""
+        samples = [found.sample] if found.sample is not None else []
+        for kind in self._alike(called) if samples else ():
+            if kind.sample is None or kind.numbers is not None or len(samples) == MOST_SAMPLES:
+                continue
+            with suppress(Differ):
+                found.any_size = AnySize(*samples, kind.sample)
+                samples.append(kind.sample)
+
+    def _of_other_sizes(self, called: _Called) -> Kind | None:
+        """A kind that recordings of other sizes serve, whose numbers are compared."""
+        for kind in self._alike(called):
+            found = kind.any_size
+            sizes = None if found is None else found.sizes(called.rows, called.key[-1])
+            if found is None or sizes is None:
+                continue
+            if _follows(found, called, sizes):
+                return Kind(kind.out, found.fakes(sizes), found.program, None, sizes)
+            kind.any_size = None
+        return None
 
 
 @contextmanager
@@ -274,6 +344,7 @@ class OneSize(AsItRuns):
 
     def __init__(self, kinds: Kinds) -> None:
         self._kinds, self._watched = kinds, False
+        kinds.shares_sizes = True
 
     def trace(self, bucket: Bucket) -> str:
         return str(bucket)
@@ -316,16 +387,31 @@ def _unguarded(found: Recording) -> AbstractContextManager[Any]:
     return under_context(context)
 
 
-def _differs(
-    found: Recording, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Does the graph, before it is rewritten, give other numbers than the module, or write other
-    ones into pages?"""
-    flat = *tensors_of((args, kwargs)), *own_tensors(call).values()
+def _follows(found: AnySize, called: _Called, sizes: Sizes) -> bool:
+    """Does the layer's own code do what recordings of other sizes do, and give their numbers?"""
+    ran: list[Followed] = []
+
+    def forward() -> Any:
+        ran.append(follow(twin(called.module)[0], called.args, called.kwargs))
+        return ran[0].result
+
+    try:
+        if _differs(found.numbers, (*called.flat, *sizes), forward):
+            return False
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # those of the layer's own code come again
+        return False
+    return found.follows(sizes, ran[0])
+
+
+def _differs(found: Recording, flat: tuple[Any, ...], forward: Callable[[], Any]) -> bool:
+    """Does the graph, before it is rewritten, give other numbers than the module's forward, or
+    write other ones into pages?"""
     pages = [flat[i] for i in _pages(found.module.graph) if flat[i].nbytes <= MOST_COMPARED]
     got = tensors_of(_filled(found.out, found.module(*flat)))
     written = [t.clone() for t in pages]
-    want = tensors_of(type(call).forward(call, *args, **kwargs))
+    want = tensors_of(forward())
     alike = all(
         a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
         for a, b in zip(got, want, strict=True)

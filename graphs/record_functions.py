@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import operator
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +67,23 @@ class Recording:
 
     module: of the tensors of `inputs`, in their order. It returns a tuple of tensors.
     out: the result, with a `Slot` for each tensor.
+    facts: what the code asked of tensors, in order, such as their sizes.
     """
 
     module: fx.GraphModule
     out: Any
+    facts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A call that was run. graph, out, facts: as a `Recording` has them, without values of nodes.
+    result: the call's own."""
+
+    graph: fx.Graph
+    out: Any
+    facts: tuple[str, ...]
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -108,16 +122,44 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
     fakes = {name: fake(name, t) for name, t in own_tensors(module).items()}
     _replace(module, iter(fakes.values()))
+    graph, out = recorder.finished(_run(recorder, module, args, kwargs, mode))
+    _refuse_writes(graph)
+    return Recording(fx.GraphModule(nn.Module(), graph), out, tuple(recorder.facts))
+
+
+def follow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Followed:
+    """What `module.forward(*args, **kwargs)` calls, while it runs on these tensors.
+
+    The result is that of the module only where it calls what it called on fake tensors: a caller
+    compares the two. module, and errors, as of `record`.
+    """
+    recorder, own = _Follower(), own_tensors(module)
+    for number, t in enumerate(tensors_of((args, kwargs))):
+        recorder.input(f"l_{number}_", t)
+    for name, t in own.items():
+        recorder.input(name, t)
+    _replace(module, iter(own.values()))
+    result = _run(recorder, module, args, kwargs, nullcontext())
+    return Followed(*recorder.finished(result), tuple(recorder.facts), result)
+
+
+def _run(
+    recorder: _Recorder,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: AbstractContextManager[Any],
+) -> Any:
     before = _state(module, (args, kwargs), recorder.inputs)
     try:
         with _quiet(), torch.no_grad(), mode, _Unrecorded(recorder), recorder:
             out = module.forward(*args, **kwargs)
-    except AttnopsError:
+    except (AttnopsError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise NotRecorded(f"{type(error).__name__}: {error}") from error
     _refuse_changes(before, _state(module, (args, kwargs), recorder.inputs))
-    return Recording(*recorder.finished(out))
+    return out
 
 
 @contextmanager
@@ -215,6 +257,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.within = False
         self.inputs: list[Tensor] = []
+        self.facts: list[str] = []
         self._graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Any] = []  # so that no other tensor has the id of one of these
@@ -226,7 +269,7 @@ class _Recorder(TorchFunctionMode):
         node._dynamo_source = Source(name)
         if isinstance(value, nn.Parameter):
             node.meta["tensor_dict"]["_dynamo_static_input_type"] = "unguarded"
-        if id(value) not in self._nodes:
+        if self._known(value) is None:
             self._keep(value, node)
         self.inputs.append(value)
         return value
@@ -250,7 +293,7 @@ class _Recorder(TorchFunctionMode):
             self._note(func, *given, out)
         return out
 
-    def finished(self, out: Any) -> tuple[fx.GraphModule, Any]:
+    def finished(self, out: Any) -> tuple[fx.Graph, Any]:
         """The graph, and the result with slots."""
         results: list[fx.Node] = []
 
@@ -263,21 +306,23 @@ class _Recorder(TorchFunctionMode):
             return Slot(len(results) - 1)
 
         out = mapped(out, slot)
-        _refuse_writes(self._graph)
         self._graph.output(tuple(results))
         for node in reversed(self._graph.nodes):
             if node.target is operator.getitem and "part" in node.meta and not node.users:
                 self._graph.erase_node(node)
-        return fx.GraphModule(nn.Module(), self._graph), out
+        return self._graph, out
 
     def _keep(self, value: Tensor, node: fx.Node) -> None:
         self._nodes[id(value)] = node
         self._kept.append(value)
 
+    def _known(self, value: Any) -> fx.Node | None:
+        return self._nodes.get(id(value))
+
     def _node(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if (node := self._nodes.get(id(x))) is None:
+        if (node := self._known(x)) is None:
             raise NotRecorded("it uses a tensor that is neither an argument nor its own")
         return node
 
@@ -291,7 +336,9 @@ class _Recorder(TorchFunctionMode):
                 raise NotRecorded("it switches gradients on")
             return
         if not (out is None or is_op or _holds_tensors(out)):
-            return  # a size, a dtype or another fact, which holds for all calls of this form
+            # A size, a dtype or another fact, which holds for all calls of this form.
+            self.facts.append(_name(func))
+            return
         if name == "__get__":
             self._add("call_function", getattr, (args[0], func.__self__.__name__), {}, out)
         elif not _is_method(func, name):
@@ -303,7 +350,8 @@ class _Recorder(TorchFunctionMode):
 
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, out: Any) -> None:
         node = self._graph.create_node(kind, target, args, kwargs)
-        if isinstance(out, Tensor) and id(out) in self._nodes and not may_write(node):
+        known = isinstance(out, Tensor) and self._known(out) is not None
+        if known and not may_write(node):
             # A conversion to what the tensor is already. Its users read the tensor itself.
             self._graph.erase_node(node)
             return
@@ -318,6 +366,22 @@ class _Recorder(TorchFunctionMode):
                 one = self._graph.call_function(operator.getitem, (node, i))
                 one.meta["part"] = True
                 self._value(one, part)
+
+
+class _Follower(_Recorder):
+    """Of tensors that have numbers, which it does not keep in memory."""
+
+    def _keep(self, value: Tensor, node: fx.Node) -> None:
+        self._nodes[id(value)] = node
+        node.meta["alive"] = weakref.ref(value)
+
+    def _known(self, value: Any) -> fx.Node | None:
+        node = super()._known(value)
+        return None if node is None or node.meta["alive"]() is not value else node
+
+    def _value(self, node: fx.Node, out: Any) -> None:
+        super()._value(node, out)
+        del node.meta["example_value"]
 
 
 def _name(func: Any) -> str:
