@@ -21,7 +21,7 @@ from ..core.fx_effects import comparable
 from ..core.kernel import Kernel
 from ..core.precompile import begin
 from ..core.private_torch import FakeTensorMode
-from ..core.problem import Problem, altered
+from ..core.problem import Extents, Problem
 from ..core.record import Call, values
 from ..core.select import select
 from ..ops import OPS
@@ -54,8 +54,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Choice:
-    """A call for which a kernel was chosen. call: of fake tensors. kernel: its name, "" for
-    none."""
+    """A call for which a kernel was chosen.
+
+    call: of fake tensors. problem: without sizes. kernel: its name, "" for none.
+    """
 
     call: Any
     problem: Problem
@@ -76,10 +78,22 @@ class Sample:
     program: Program
     choices: Sequence[Choice]
 
+    @property
+    def chosen(self) -> list[tuple[Problem, str]]:
+        """The kernels of the calls, in order."""
+        return [(choice.problem, choice.kernel) for choice in self.choices]
+
 
 def choices_of(heard: Iterable[tuple[Call, Problem]]) -> list[Choice]:
     """See `attnops.core.problem.hearing`."""
-    return [Choice(call, problem, _name(_kernel(call, problem))) for call, problem in heard]
+    return [
+        Choice(call, _without_sizes(problem), _name(_kernel(call, problem)))
+        for call, problem in heard
+    ]
+
+
+def _without_sizes(problem: Problem) -> Problem:
+    return replace(problem, sizes=Extents())
 
 
 def _kernel(call: Any, problem: Problem) -> Kernel | None:
@@ -122,12 +136,16 @@ class AnySize:
         return sizes if alike and self._chooses(sizes) else None
 
     def _chooses(self, sizes: Sizes) -> bool:
-        for choice, layouts in zip(self._choices, self._calls, strict=True):
-            call = _call(choice.call, _of(layouts, sizes))
+        with FakeTensorMode():
+            calls = [
+                _call(choice.call, _of(layouts, sizes))
+                for choice, layouts in zip(self._choices, self._calls, strict=True)
+            ]
+        for choice, call in zip(self._choices, calls, strict=True):
             problem = OPS[choice.problem.op].problem(call)
-            alike = altered(problem, sizes=choice.problem.sizes) == choice.problem
             kernel = _kernel(call, problem)
-            if not alike or _name(kernel) != choice.kernel:
+            chosen = _without_sizes(problem), _name(kernel)
+            if chosen != (choice.problem, choice.kernel):
                 return False
             if kernel is not None:
                 begin(kernel, call)
@@ -175,19 +193,16 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
 
 
 def _layouts(choice: Choice) -> tuple[Any, ...]:
-    """What may depend on sizes in a call, and what may not in its choice."""
-    problem = altered(choice.problem, sizes=Problem.sizes)
-    given = (_layout(x) if isinstance(x, Tensor) else x for x in values(choice.call))
-    return *given, problem, choice.kernel
+    """What may depend on sizes in a call."""
+    return tuple([_layout(x) if isinstance(x, Tensor) else x for x in values(choice.call)])
 
 
 def _call(call: Any, layouts: Sequence[Any]) -> Any:
     """A call with tensors of these layouts, and other arguments."""
-    with FakeTensorMode():
-        return call._make(
-            _made(x, layout) if isinstance(x, Tensor) else layout
-            for x, layout in zip(values(call), layouts, strict=False)
-        )
+    return call._make(
+        _made(x, layout) if isinstance(x, Tensor) else layout
+        for x, layout in zip(values(call), layouts, strict=True)
+    )
 
 
 def _made(fake: Tensor, layout: Any) -> Tensor:
@@ -250,7 +265,9 @@ class _Together:
         first = values[0]
         if isinstance(first, (tuple, list)):
             _same(values, lambda x: (type(x), len(x)))
-            return tuple([self.merged(*each, further=further) for each in zip(*values)])
+            return tuple(
+                [self.merged(*each, further=further) for each in zip(*values, strict=True)]
+            )
         _same(values, type)
         if all(first == other for other in values[1:]):
             return first
@@ -261,7 +278,7 @@ class _Together:
     def program(self, *programs: Program) -> Program:
         root, parts = nn.Module(), []
         _same(programs, lambda program: len(program.split.parts))
-        for each in zip(*[program.split.parts for program in programs]):
+        for each in zip(*[program.split.parts for program in programs], strict=True):
             part = each[0]
             _same(each, lambda x: (x.name, x.breaks, x.calls))
             module = self.module(nn.Module(), *[x.module for x in each])
@@ -293,7 +310,7 @@ class _Merged:
 
     def graph(self, *graphs: fx.Graph) -> fx.Graph:
         _same(graphs, lambda graph: len(graph.nodes))
-        for nodes in zip(*[graph.nodes for graph in graphs]):
+        for nodes in zip(*[graph.nodes for graph in graphs], strict=True):
             if nodes[0].op != "placeholder" and not self._sizes:
                 for i in range(len(self._together.sizes)):
                     self._size(Times(i, 1), self._made.placeholder(f"size_{i}"))
@@ -328,7 +345,7 @@ class _Merged:
         _same(values, type)
         if isinstance(first, (tuple, list)):
             _same(values, len)
-            found = [self._value(*each) for each in zip(*values)]
+            found = [self._value(*each) for each in zip(*values, strict=True)]
             return tuple(found) if isinstance(first, tuple) else found
         if isinstance(first, dict):
             _same(values, list)

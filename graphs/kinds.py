@@ -26,7 +26,7 @@ from .eager_capture import capture_mode
 from .forms import Form, Slot, mapped, own_tensors, tensors_of
 from .options import Options, Values
 from .per_layer import NotRegional, PerLayer, Regions, Twin, twin
-from .record_functions import Followed, Recording, follow, record
+from .record_functions import Recording, follow, record
 from .report import Report
 from .stale import in_force
 
@@ -253,19 +253,22 @@ class Kinds(Regions):
         return found
 
     def _alike(self, called: _Called) -> list[Kind]:
-        """The kinds of such layers for other arguments, the latest first."""
+        """The kinds of such layers that are samples of other sizes, the latest first."""
         *form, _ = called.key
-        return [kind for (*other, _), kind in reversed(self._kept.items()) if other == form]
+        samples = ((k, kind) for k, kind in self._kept.items() if kind.sample is not None)
+        return [kind for (*other, _), kind in samples if other == form][::-1]
 
     def _share(self, found: Kind, called: _Called) -> None:
         """Have a kind serve other sizes with earlier ones that differ in sizes alone."""
-        samples = [found.sample] if found.sample is not None else []
-        for kind in self._alike(called) if samples else ():
-            if kind.sample is None or kind.numbers is not None or len(samples) == MOST_SAMPLES:
-                continue
+        if (own := found.sample) is None:
+            return
+        proven = (kind.sample for kind in self._alike(called) if kind.numbers is None)
+        others = [each for each in proven if each is not None and each.chosen == own.chosen]
+        del others[MOST_SAMPLES - 1 :]
+        for each in (others, *([other] for other in others)) if others else ():
             with suppress(Differ):
-                found.any_size = AnySize(*samples, kind.sample)
-                samples.append(kind.sample)
+                found.any_size = AnySize(own, *each)
+                return
 
     def _of_other_sizes(self, called: _Called) -> Kind | None:
         """A kind that recordings of other sizes serve, whose numbers are compared."""
@@ -389,29 +392,29 @@ def _unguarded(found: Recording) -> AbstractContextManager[Any]:
 
 def _follows(found: AnySize, called: _Called, sizes: Sizes) -> bool:
     """Does the layer's own code do what recordings of other sizes do, and give their numbers?"""
-    ran: list[Followed] = []
 
     def forward() -> Any:
-        ran.append(follow(twin(called.module)[0], called.args, called.kwargs))
-        return ran[0].result
+        ran = follow(twin(called.module)[0], called.args, called.kwargs)
+        if not found.follows(sizes, ran):
+            # The recordings are not run: a kernel may trust the sizes that it is given.
+            raise Differ("the layer's own code goes another way")
+        return ran.result
 
     try:
-        if _differs(found.numbers, (*called.flat, *sizes), forward):
-            return False
+        return not _differs(found.numbers, (*called.flat, *sizes), forward)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # those of the layer's own code come again
         return False
-    return found.follows(sizes, ran[0])
 
 
 def _differs(found: Recording, flat: tuple[Any, ...], forward: Callable[[], Any]) -> bool:
     """Does the graph, before it is rewritten, give other numbers than the module's forward, or
     write other ones into pages?"""
     pages = [flat[i] for i in _pages(found.module.graph) if flat[i].nbytes <= MOST_COMPARED]
-    got = tensors_of(_filled(found.out, found.module(*flat)))
-    written = [t.clone() for t in pages]
     want = tensors_of(forward())
+    written = [t.clone() for t in pages]
+    got = tensors_of(_filled(found.out, found.module(*flat)))
     alike = all(
         a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
         for a, b in zip(got, want, strict=True)
@@ -433,7 +436,7 @@ def _pages(graph: fx.Graph) -> list[int]:
 
 
 def _storages(nodes: Iterable[fx.Node]) -> Iterator[Any]:
-    return storages([node.meta["example_value"] for node in nodes])
+    return storages([node.meta.get("example_value") for node in nodes])  # sizes have none
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -35,6 +35,30 @@ from ..core.private_torch import (
 )
 from .forms import PLAIN, VALUES, Form, Slot, mapped, own_tensors, tensors_of
 
+_OF_FORM = frozenset(
+    (
+        "__len__",
+        "device",
+        "dim",
+        "dtype",
+        "element_size",
+        "is_contiguous",
+        "is_cpu",
+        "is_cuda",
+        "is_floating_point",
+        "itemsize",
+        "layout",
+        "nbytes",
+        "ndim",
+        "numel",
+        "requires_grad",
+        "shape",
+        "size",
+        "stride",
+    )
+)
+"""Facts of a tensor that follow from its form."""
+
 _UNKNOWN = frozenset(
     (
         "__cuda_array_interface__",
@@ -67,7 +91,7 @@ class Recording:
 
     module: of the tensors of `inputs`, in their order. It returns a tuple of tensors.
     out: the result, with a `Slot` for each tensor.
-    facts: what the code asked of tensors, in order, such as their sizes.
+    facts: what the code asked of tensors, in order, but for what follows from their form.
     """
 
     module: fx.GraphModule
@@ -337,7 +361,8 @@ class _Recorder(TorchFunctionMode):
             return
         if not (out is None or is_op or _holds_tensors(out)):
             # A size, a dtype or another fact, which holds for all calls of this form.
-            self.facts.append(_name(func))
+            if _name(func) not in _OF_FORM:
+                self.facts.append(_name(func))
             return
         if name == "__get__":
             self._add("call_function", getattr, (args[0], func.__self__.__name__), {}, out)
