@@ -151,7 +151,7 @@ def test_code_of_a_later_size_that_cannot_be_recorded(compute, why):
 
 
 def attends(self, x):
-    q = x.view(1, 1, -1, 4)
+    q = x.view(1, -1, 1, 4)
     return torch.ops.attnops.attention(q, q, q, scale=0.5, causal=True)[0].reshape(-1, 4)
 
 
