@@ -269,6 +269,8 @@ class _Together:
                 [self.merged(*each, further=further) for each in zip(*values, strict=True)]
             )
         _same(values, type)
+        if isinstance(first, Tensor):
+            raise Differ("tensors among other values")
         if all(first == other for other in values[1:]):
             return first
         if type(first) is int:

@@ -92,7 +92,8 @@ Kept = dict[Any, Kind]
 
 
 class Kinds(Regions):
-    """One graph a kind of equal layers and sizes of a step, recorded without Dynamo.
+    """One graph a kind of equal layers and sizes of a step, recorded without Dynamo, or several
+    recordings of other sizes as one (`AnySize`).
 
     A graph serves for modules and arguments of its form, under one policy. It does not know whether
     the code has changed, which its caller compares. Functions run as they are.
@@ -274,12 +275,8 @@ class Kinds(Regions):
         """A kind that recordings of other sizes serve, whose numbers are compared."""
         for kind in self._alike(called):
             found = kind.any_size
-            sizes = None if found is None else found.sizes(called.rows, called.key[-1])
-            if found is None or sizes is None:
-                continue
-            if _follows(found, called, sizes):
+            if found is not None and (sizes := _served(found, called)) is not None:
                 return Kind(kind.out, found.fakes(sizes), found.program, None, sizes)
-            kind.any_size = None
         return None
 
 
@@ -343,7 +340,8 @@ class PerKind(PerLayer):
 
 
 class OneSize(AsItRuns):
-    """Runs code that calls its layers through `kinds` itself. Each bucket is recorded by itself."""
+    """Runs code that calls its layers through `kinds` itself. Each bucket is recorded by itself,
+    or served by recordings of others, see `AnySize`."""
 
     def __init__(self, kinds: Kinds) -> None:
         self._kinds, self._watched = kinds, False
@@ -390,8 +388,9 @@ def _unguarded(found: Recording) -> AbstractContextManager[Any]:
     return under_context(context)
 
 
-def _follows(found: AnySize, called: _Called, sizes: Sizes) -> bool:
-    """Does the layer's own code do what recordings of other sizes do, and give their numbers?"""
+def _served(found: AnySize, called: _Called) -> Sizes | None:
+    """The sizes of a call, if the layer's own code does what recordings of other sizes do, and
+    gives their numbers."""
 
     def forward() -> Any:
         ran = follow(twin(called.module)[0], called.args, called.kwargs)
@@ -401,11 +400,14 @@ def _follows(found: AnySize, called: _Called, sizes: Sizes) -> bool:
         return ran.result
 
     try:
-        return not _differs(found.numbers, (*called.flat, *sizes), forward)
+        sizes = found.sizes(called.rows, called.key[-1])
+        if sizes is None or _differs(found.numbers, (*called.flat, *sizes), forward):
+            return None
     except torch.OutOfMemoryError:
         raise
     except Exception:  # those of the layer's own code come again
-        return False
+        return None
+    return sizes
 
 
 def _differs(found: Recording, flat: tuple[Any, ...], forward: Callable[[], Any]) -> bool:

@@ -96,7 +96,7 @@ def capped(self, x):
 @pytest.mark.parametrize(
     ("compute", "sizes", "recordings"),
     [
-        (power, (4, 8, 6, 16), [4, 8, 6, 16]),
+        (power, (4, 8, 6, 16), [4, 8, 6]),
         (one_more, (3, 5, 7), [3, 5, 7]),
         (capped, (3, 5, 4, 8, 9, 10), [3, 5, 8, 9]),
     ],
@@ -117,7 +117,7 @@ def test_code_that_goes_another_way(recorded):
         x = torch.ones(rows, 4)
         kinds.begin()
         assert torch.equal(kinds(layer, rows, (x,), {}), layer(x))
-    assert recorded == [3, 5, 8, 4, 9]
+    assert recorded == [3, 5, 8, 9]
 
 
 def reads(self, x):
