@@ -392,7 +392,7 @@ def _served(found: AnySize, called: _Called) -> Sizes | None:
     """The sizes of a call, if the layer's own code does what recordings of other sizes do, and
     gives their numbers."""
 
-    def forward() -> Any:
+    def forward(sizes: Sizes) -> Any:
         ran = follow(twin(called.module)[0], called.args, called.kwargs)
         if not found.follows(sizes, ran):
             # The recordings are not run: a kernel may trust the sizes that it is given.
@@ -401,7 +401,9 @@ def _served(found: AnySize, called: _Called) -> Sizes | None:
 
     try:
         sizes = found.sizes(called.rows, called.key[-1])
-        if sizes is None or _differs(found.numbers, (*called.flat, *sizes), forward):
+        if sizes is None:
+            return None
+        if _differs(found.numbers, (*called.flat, *sizes), partial(forward, sizes)):
             return None
     except torch.OutOfMemoryError:
         raise
