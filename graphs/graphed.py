@@ -351,10 +351,10 @@ class Graphed(Options):
 
     def _captured_once(self, bucket: Bucket, values: Values) -> Entry | None:
         with self._capturing(bucket, values) as device:
-            self._prepare_for(bucket, values)
+            ran = self._prepare_for(bucket, values)
             began, compiled = time.perf_counter(), self.runner.seconds
             static, planned = self._static(bucket, values)
-            need = self._measured(device, bucket, static)
+            need = self._measured(device, bucket, static, ran)
             if self.runner.seconds != compiled:
                 # The run compiled a size that specialises. Memory of the compiler is no need of
                 # the bucket.
@@ -375,14 +375,17 @@ class Graphed(Options):
         self._entries[bucket] = entry
         return entry
 
-    def _prepare_for(self, bucket: Bucket, values: Values) -> None:
-        """Prepare all buckets of a bucket's trace once, on the largest."""
+    def _prepare_for(self, bucket: Bucket, values: Values) -> bool:
+        """Prepare all buckets of a bucket's trace once, on the largest. Returns whether that has
+        run the bucket itself."""
         trace = self.runner.trace(bucket)
-        if trace not in self._prepared:
-            wanted = self.buckets.all(bucket.shared)
-            largest = next(b for b in wanted if self.runner.trace(b) == trace)
-            self.runner.prepare(self, largest, self._static(largest, values)[0])
-            self._prepared.add(trace)
+        if trace in self._prepared:
+            return False
+        wanted = self.buckets.all(bucket.shared)
+        largest = next(b for b in wanted if self.runner.trace(b) == trace)
+        self.runner.prepare(self, largest, self._static(largest, values)[0])
+        self._prepared.add(trace)
+        return largest == bucket
 
     def _initialised(self, values: Values) -> tuple[Device, Inputs]:
         """The first capture makes the device and the input buffers, like this call's tensors."""
@@ -449,14 +452,15 @@ class Graphed(Options):
         static[name] = replace(first, others=tuple(others))
         return static, bare
 
-    def _measured(self, device: Device, bucket: Bucket, values: Values) -> int:
-        """Run the bucket without a graph. Returns the bytes that it needs.
+    def _measured(self, device: Device, bucket: Bucket, values: Values, ran: bool = False) -> int:
+        """Run the bucket without a graph, unless it ran so and is not measured. Returns the bytes
+        that it needs.
 
         0 without a budget, where torch's statistics stay as they are.
         """
         if self.budget_bytes is not None:
             return device.measured(lambda: self.runner.run(self, bucket, values))
-        device.warm(lambda: self.runner.run(self, bucket, values))
+        device.warm(lambda: ran or self.runner.run(self, bucket, values))
         return 0
 
     def _fits(self, bucket: Bucket, need: int) -> bool:

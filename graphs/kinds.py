@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,26 +17,24 @@ from ..core.errors import one_line
 from ..core.fx_effects import storages
 from ..core.op import not_lowered
 from ..core.private_torch import OpOverload, TracingContext, under_context
+from ..core.problem import hearing
+from .any_size import AnySize, Differ, Sample, Sizes, choices_of
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
 from .compile_pieces import Program
 from .eager_capture import capture_mode
+from .forms import Form, Slot, mapped, own_tensors, tensors_of
 from .options import Options, Values
 from .per_layer import NotRegional, PerLayer, Regions, Twin, twin
-from .record_functions import (
-    Form,
-    Recording,
-    Slot,
-    mapped,
-    own_tensors,
-    record,
-    tensors_of,
-)
+from .record_functions import Recording, follow, record
 from .report import Report
 from .stale import in_force
 
 MOST_KEPT = 256
 """Recorded layers that are kept: those of all buckets."""
+
+MOST_SAMPLES = 4
+"""Recordings of a layer that together serve other sizes: each may show a size that varies."""
 
 MOST_COMPARED = 2**26
 """Bytes of pages that are compared: those of a server may take most of the memory."""
@@ -51,13 +49,17 @@ class Kind:
     """What equal layers share.
 
     out: the result, with slots. fakes: its tensors. numbers: the recording as it was before it was
-    rewritten, until its numbers are compared with a layer's own.
+    rewritten, until its numbers are compared with a layer's own. sizes: the program's inputs beside
+    tensors. sample: for kinds of other sizes. any_size: what it and earlier ones made.
     """
 
     out: Any
     fakes: list[Tensor]
     program: Program
     numbers: Recording | None
+    sizes: Sizes = ()
+    sample: Sample | None = None
+    any_size: AnySize | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,29 @@ class _Own:
     tensors: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class _Called:
+    """A call of a layer in a step of so many rows. key: of its kind, the form of the arguments
+    last."""
+
+    key: tuple[Any, ...]
+    rows: int
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        return *tensors_of((self.args, self.kwargs)), *own_tensors(self.module).values()
+
+
 Kept = dict[Any, Kind]
 """Kinds by form, which keeps what it knows by identity. Those that served last come last."""
 
 
 class Kinds(Regions):
-    """One graph a kind of equal layers and sizes of a step, recorded without Dynamo.
+    """One graph a kind of equal layers and sizes of a step, recorded without Dynamo, or several
+    recordings of other sizes as one (`AnySize`).
 
     A graph serves for modules and arguments of its form, under one policy. It does not know whether
     the code has changed, which its caller compares. Functions run as they are.
@@ -83,9 +102,11 @@ class Kinds(Regions):
     or whose graph does not give the layer's own numbers.
 
     kept: recordings of others, to share.
+    shares_sizes: do two recordings of a layer serve steps of other rows, too?
     """
 
     takes_twins = False
+    shares_sizes = False
 
     def __init__(
         self,
@@ -97,6 +118,7 @@ class Kinds(Regions):
         self._way: Way = "each"
         self._results: dict[Kind, Any] = {}  # of the kinds that ran in this step, way "once"
         self._owns: dict[nn.Module, _Own] | None = None  # in a session
+        self._forms: dict[int, tuple[Any, Any]] = {}  # of objects that layers share, in a session
 
     def varying(self, tensor: Tensor, *dims: int) -> Tensor:
         return tensor
@@ -114,6 +136,7 @@ class Kinds(Regions):
         finally:
             self._owns = None
             self._results.clear()
+            self._forms.clear()
 
     @contextmanager
     def way(self, way: Way) -> Iterator[None]:
@@ -137,14 +160,14 @@ class Kinds(Regions):
             return call(*args, **kwargs)
         if self._way == "own":
             return type(call).forward(call, *args, **kwargs)
-        own, kind = self._of(call, args, kwargs, apart)
+        own, kind = self._of(call, rows, args, kwargs, apart)
         if self._way == "ahead":
             return _filled(kind.out, list(map(_blank, kind.fakes)))
-        flat = *tensors_of((args, kwargs)), *own.tensors
+        flat = *tensors_of((args, kwargs)), *own.tensors, *kind.sizes
         self.ran.append(kind.program)
         return _filled(kind.out, self._run(kind, flat))
 
-    def _run(self, kind: Kind, flat: tuple[Tensor, ...]) -> Any:
+    def _run(self, kind: Kind, flat: tuple[Any, ...]) -> Any:
         """The results of the kind's program, which are captured where a capture is under way."""
         if (mode := capture_mode()) is not None:
             with mode.aside() as into:
@@ -162,16 +185,21 @@ class Kinds(Regions):
         return results
 
     def _of(
-        self, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apart: str
+        self,
+        call: nn.Module,
+        rows: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        apart: str,
     ) -> tuple[_Own, Kind]:
         with _refused(call):
             own = self._own(call)
-            given = deepcopy(own.known).of((args, kwargs))
+            given = own.known.further().of((args, kwargs))
             key = apart, in_force(), own.form, given
             found = self._kept.pop(key, None)
             if found is None or (found.numbers is not None and self._way != "ahead"):
                 began = time.perf_counter()
-                found = self._recorded(found, call, args, kwargs)
+                found = self._recorded(found, _Called(key, rows, call, args, kwargs))
                 self.seconds += time.perf_counter() - began
         self._kept[key] = found
         if len(self._kept) > MOST_KEPT:
@@ -181,39 +209,75 @@ class Kinds(Regions):
     def _own(self, call: nn.Module) -> _Own:
         if self._owns is not None and call in self._owns:
             return self._owns[call]
-        known = Form()
+        known = Form(None if self._owns is None else self._forms)
         found = _Own(known.of_module(twin(call)[0]), known, (*own_tensors(call).values(),))
         if self._owns is not None:
             self._owns[call] = found
         return found
 
-    def _recorded(
-        self, found: Kind | None, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Kind:
+    def _recorded(self, found: Kind | None, called: _Called) -> Kind:
         """A kind, whose numbers are compared by now unless it is recorded ahead."""
-        name = type(call).__name__
+        module = called.module
+        name = type(module).__name__
         if capture_mode() is not None:
             # Its results could not be compared with the module's.
             raise NotRegional(f"{name} was called otherwise than before the capture")
-        numbers = record(twin(call)[0], args, kwargs) if found is None else found.numbers
-        assert numbers is not None
         ahead = self._way == "ahead"
-        if not ahead and _differs(numbers, call, args, kwargs):
+        if found is None and not ahead and (known := self._of_other_sizes(called)) is not None:
+            return known
+        same = twin(module)[0]
+        numbers = record(same, called.args, called.kwargs) if found is None else found.numbers
+        assert numbers is not None
+        forward = partial(type(module).forward, module, *called.args, **called.kwargs)
+        if not ahead and _differs(numbers, called.flat, forward):
             raise NotRegional(f"what was recorded of {name} has other results")
         if found is None:
-            self._kind = type(call)
-            found = self._rewritten(numbers, keep=ahead)
+            self._kind = type(module)
+            found = self._rewritten(numbers, called, keep=ahead or self.shares_sizes)
         if not ahead:
             found.numbers = None
+            self._share(found, called)
         return found
 
-    def _rewritten(self, numbers: Recording, keep: bool) -> Kind:
+    def _rewritten(self, numbers: Recording, called: _Called, keep: bool) -> Kind:
         """The kind of a recording, which is itself rewritten unless it is to be kept."""
         results: Any = numbers.module.graph.output_node().args[0]
         fakes = [node.meta["example_value"] for node in results]
-        recording = Recording(_copied(numbers.module), numbers.out) if keep else numbers
-        with _unguarded(recording), not_lowered():
-            return Kind(numbers.out, fakes, self._program(recording.module), numbers)
+        recording = replace(numbers, module=_copied(numbers.module)) if keep else numbers
+        with _unguarded(recording), not_lowered(), hearing() as heard:
+            found = Kind(numbers.out, fakes, self._program(recording.module), numbers)
+        if self.shares_sizes:
+            choices = choices_of(heard)
+            found.sample = Sample(
+                called.rows, called.key[-1], fakes, numbers, found.program, choices
+            )
+        return found
+
+    def _alike(self, called: _Called) -> list[Kind]:
+        """The kinds of such layers that are samples of other sizes, the latest first."""
+        *form, _ = called.key
+        samples = ((k, kind) for k, kind in self._kept.items() if kind.sample is not None)
+        return [kind for (*other, _), kind in samples if other == form][::-1]
+
+    def _share(self, found: Kind, called: _Called) -> None:
+        """Have a kind serve other sizes with earlier ones that differ in sizes alone."""
+        if (own := found.sample) is None:
+            return
+        proven = (kind.sample for kind in self._alike(called) if kind.numbers is None)
+        others = [each for each in proven if each is not None and each.chosen == own.chosen]
+        del others[MOST_SAMPLES - 1 :]
+        for each in (others, *([other] for other in others)) if others else ():
+            with suppress(Differ):
+                found.any_size = AnySize(own, *each)
+                return
+
+    def _of_other_sizes(self, called: _Called) -> Kind | None:
+        """A kind that recordings of other sizes serve, whose numbers are compared."""
+        for kind in self._alike(called):
+            found = kind.any_size
+            if found is not None and (sizes := _served(found, called)) is not None:
+                return Kind(kind.out, found.fakes(sizes), found.program, None, sizes)
+        return None
 
 
 @contextmanager
@@ -276,10 +340,12 @@ class PerKind(PerLayer):
 
 
 class OneSize(AsItRuns):
-    """Runs code that calls its layers through `kinds` itself. Each bucket is recorded by itself."""
+    """Runs code that calls its layers through `kinds` itself. Each bucket is recorded by itself,
+    or served by recordings of others, see `AnySize`."""
 
     def __init__(self, kinds: Kinds) -> None:
         self._kinds, self._watched = kinds, False
+        kinds.shares_sizes = True
 
     def trace(self, bucket: Bucket) -> str:
         return str(bucket)
@@ -322,16 +388,37 @@ def _unguarded(found: Recording) -> AbstractContextManager[Any]:
     return under_context(context)
 
 
-def _differs(
-    found: Recording, call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Does the graph, before it is rewritten, give other numbers than the module, or write other
-    ones into pages?"""
-    flat = *tensors_of((args, kwargs)), *own_tensors(call).values()
+def _served(found: AnySize, called: _Called) -> Sizes | None:
+    """The sizes of a call, if the layer's own code does what recordings of other sizes do, and
+    gives their numbers."""
+
+    def forward(sizes: Sizes) -> Any:
+        ran = follow(twin(called.module)[0], called.args, called.kwargs)
+        if not found.follows(sizes, ran):
+            # The recordings are not run: a kernel may trust the sizes that it is given.
+            raise Differ("the layer's own code goes another way")
+        return ran.result
+
+    try:
+        sizes = found.sizes(called.rows, called.key[-1])
+        if sizes is None:
+            return None
+        if _differs(found.numbers, (*called.flat, *sizes), partial(forward, sizes)):
+            return None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # those of the layer's own code come again
+        return None
+    return sizes
+
+
+def _differs(found: Recording, flat: tuple[Any, ...], forward: Callable[[], Any]) -> bool:
+    """Does the graph, before it is rewritten, give other numbers than the module's forward, or
+    write other ones into pages?"""
     pages = [flat[i] for i in _pages(found.module.graph) if flat[i].nbytes <= MOST_COMPARED]
-    got = tensors_of(_filled(found.out, found.module(*flat)))
+    want = tensors_of(forward())
     written = [t.clone() for t in pages]
-    want = tensors_of(type(call).forward(call, *args, **kwargs))
+    got = tensors_of(_filled(found.out, found.module(*flat)))
     alike = all(
         a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
         for a, b in zip(got, want, strict=True)
@@ -353,7 +440,7 @@ def _pages(graph: fx.Graph) -> list[int]:
 
 
 def _storages(nodes: Iterable[fx.Node]) -> Iterator[Any]:
-    return storages([node.meta["example_value"] for node in nodes])
+    return storages([node.meta.get("example_value") for node in nodes])  # sizes have none
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

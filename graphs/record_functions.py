@@ -7,15 +7,14 @@ these sizes, and for modules and arguments of the same form (`Form`), which code
 
 from __future__ import annotations
 
-import copy
 import logging
 import operator
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,11 +33,32 @@ from ..core.private_torch import (
     TorchDispatchMode,
     autocasting,
 )
+from .forms import PLAIN, VALUES, Form, Slot, mapped, own_tensors, tensors_of
 
-ALIGNED = 16
-"""Bytes. Kernels and passes ask whether a tensor is so aligned."""
+_OF_FORM = frozenset(
+    (
+        "__len__",
+        "device",
+        "dim",
+        "dtype",
+        "element_size",
+        "is_contiguous",
+        "is_cpu",
+        "is_cuda",
+        "is_floating_point",
+        "itemsize",
+        "layout",
+        "nbytes",
+        "ndim",
+        "numel",
+        "requires_grad",
+        "shape",
+        "size",
+        "stride",
+    )
+)
+"""Facts of a tensor that follow from its form."""
 
-_PLAIN = (Tensor, nn.Parameter)
 _UNKNOWN = frozenset(
     (
         "__cuda_array_interface__",
@@ -58,7 +78,6 @@ _UNKNOWN = frozenset(
     )
 )
 """Facts of a tensor that its form does not have, or that a fake tensor does not."""
-_VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class NotRecorded(AttnopsError):
@@ -72,17 +91,23 @@ class Recording:
 
     module: of the tensors of `inputs`, in their order. It returns a tuple of tensors.
     out: the result, with a `Slot` for each tensor.
+    facts: what the code asked of tensors, in order, but for what follows from their form.
     """
 
     module: fx.GraphModule
     out: Any
+    facts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The place of a tensor among the results of a graph."""
+class Followed:
+    """A call that was run. graph, out, facts: as a `Recording` has them, without values of nodes.
+    result: the call's own."""
 
-    index: int
+    graph: fx.Graph
+    out: Any
+    facts: tuple[str, ...]
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -90,132 +115,6 @@ class Source:
     """Where an input of the graph comes from, for passes that ask Dynamo's inputs for it."""
 
     name: str
-
-
-class _Same:
-    """An object that is equal to itself only."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-# Structures -------------------------------------------------------------------------------------
-
-
-def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
-    """The structure with its leaves changed. Tuples, lists, dicts and dataclasses are followed;
-    other objects are leaves."""
-    if type(x) in (tuple, list):
-        return type(x)(mapped(value, change) for value in x)
-    if _is_named(x):
-        return x._make(mapped(value, change) for value in x)
-    if type(x) is dict:
-        return {name: mapped(value, change) for name, value in x.items()}
-    if not _has_fields(x) or isinstance(x, Slot):
-        return change(x)
-    new = {name: mapped(value, change) for name, value in _held(x).items()}
-    if isinstance(x, Mapping):
-        return type(x)(**new)
-    made = copy.copy(x)
-    for name, value in new.items():
-        object.__setattr__(made, name, value)
-    return made
-
-
-def _is_named(x: Any) -> bool:
-    """Is it a NamedTuple?"""
-    return isinstance(x, tuple) and hasattr(x, "_fields")
-
-
-def _has_fields(x: Any) -> bool:
-    """Is it an object of a dataclass? One that is a dict as well is made of its fields, as those of
-    transformers' results are."""
-    if isinstance(x, type) or not is_dataclass(x):
-        return False
-    return not isinstance(x, Mapping) or x.keys() <= {each.name for each in fields(x)}
-
-
-def _held(x: Any) -> dict[str, Any]:
-    """What an object of a dataclass holds, by name: also what is set beside its fields."""
-    own = {each.name: getattr(x, each.name) for each in fields(x) if hasattr(x, each.name)}
-    return own | getattr(x, "__dict__", {})
-
-
-def tensors_of(x: Any) -> list[Tensor]:
-    """Those among the leaves of a structure, in order."""
-    found: list[Tensor] = []
-    mapped(x, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
-    return found
-
-
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters, buffers and other attributes of the module and its submodules that are
-    tensors, by names as Dynamo gives them to inputs."""
-    found: dict[str, Tensor] = {}
-    for path, part in module.named_modules(remove_duplicate=True):
-        own = vars(part)
-        prefix = "".join(f"_modules_{name}" for name in path.split(".") if name)
-        kinds = {"parameters": own["_parameters"], "buffers": own["_buffers"], "attributes": own}
-        for kind, held in kinds.items():
-            for name, value in held.items():
-                if isinstance(value, Tensor):
-                    found[f"l_call{prefix}_{kind}_{name}_"] = value
-    return found
-
-
-class Form:
-    """Hashable descriptions of values, equal for those for which code does the same.
-
-    Tensors are described by layout, alignment and which of them share memory; numbers, words and
-    containers by value; other objects are equal to themselves only.
-    """
-
-    def __init__(self) -> None:
-        self._storages: dict[int, tuple[int, int]] = {}
-        self._tensors: dict[int, int] = {}
-
-    def of(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return self._layout(x)
-        if isinstance(x, _VALUES):
-            return type(x), str(x)  # a NaN is equal to itself, and 1 is not True
-        if type(x) in (tuple, list) or _is_named(x):
-            return type(x), tuple(map(self.of, x))
-        if type(x) in (dict, OrderedDict):
-            return type(x), tuple((name, self.of(value)) for name, value in x.items())
-        if type(x) in (set, frozenset):
-            return type(x), frozenset(map(self.of, x))
-        if _has_fields(x):
-            return type(x), self.of(dict(sorted(_held(x).items())))
-        if type(x) is partial:
-            return partial, self.of((x.func, x.args, x.keywords))
-        return _Same(x)
-
-    def of_module(self, module: nn.Module) -> Any:
-        """Of a twin (see `twin`), which has no number of its own."""
-        return tuple(
-            (path, type(part), self.of({**vars(part), "_modules": tuple(part._modules)}))
-            for path, part in module.named_modules()
-        )
-
-    def _layout(self, t: Tensor) -> Any:
-        if type(t) not in _PLAIN or t.layout is not torch.strided:
-            return _Same(t)
-        storage, offset = t.untyped_storage()._cdata, int(t.storage_offset())
-        number, first = self._storages.setdefault(storage, (len(self._storages), offset))
-        same = self._tensors.setdefault(id(t), len(self._tensors))
-        sizes = tuple(t.shape), t.stride(), offset - first
-        kind = type(t), t.dtype, t.device, t.requires_grad
-        return number, same, sizes, kind, t.data_ptr() % ALIGNED
-
-
-# Recording --------------------------------------------------------------------------------------
 
 
 def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
@@ -237,7 +136,7 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     recorder = _Recorder()
 
     def fake(name: str, t: Tensor) -> Tensor:
-        if type(t) not in _PLAIN:
+        if type(t) not in PLAIN:
             raise NotRecorded(f"{name} is a {type(t).__name__}")
         return recorder.input(name, mode.from_tensor(t, static_shapes=True))
 
@@ -247,16 +146,44 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
     fakes = {name: fake(name, t) for name, t in own_tensors(module).items()}
     _replace(module, iter(fakes.values()))
+    graph, out = recorder.finished(_run(recorder, module, args, kwargs, mode))
+    _refuse_writes(graph)
+    return Recording(fx.GraphModule(nn.Module(), graph), out, tuple(recorder.facts))
+
+
+def follow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Followed:
+    """What `module.forward(*args, **kwargs)` calls, while it runs on these tensors.
+
+    The result is that of the module only where it calls what it called on fake tensors: a caller
+    compares the two. module, and errors, as of `record`.
+    """
+    recorder, own = _Follower(), own_tensors(module)
+    for number, t in enumerate(tensors_of((args, kwargs))):
+        recorder.input(f"l_{number}_", t)
+    for name, t in own.items():
+        recorder.input(name, t)
+    _replace(module, iter(own.values()))
+    result = _run(recorder, module, args, kwargs, nullcontext())
+    return Followed(*recorder.finished(result), tuple(recorder.facts), result)
+
+
+def _run(
+    recorder: _Recorder,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: AbstractContextManager[Any],
+) -> Any:
     before = _state(module, (args, kwargs), recorder.inputs)
     try:
         with _quiet(), torch.no_grad(), mode, _Unrecorded(recorder), recorder:
             out = module.forward(*args, **kwargs)
-    except AttnopsError:
+    except (AttnopsError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise NotRecorded(f"{type(error).__name__}: {error}") from error
     _refuse_changes(before, _state(module, (args, kwargs), recorder.inputs))
-    return Recording(*recorder.finished(out))
+    return out
 
 
 @contextmanager
@@ -354,6 +281,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.within = False
         self.inputs: list[Tensor] = []
+        self.facts: list[str] = []
         self._graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Any] = []  # so that no other tensor has the id of one of these
@@ -365,7 +293,7 @@ class _Recorder(TorchFunctionMode):
         node._dynamo_source = Source(name)
         if isinstance(value, nn.Parameter):
             node.meta["tensor_dict"]["_dynamo_static_input_type"] = "unguarded"
-        if id(value) not in self._nodes:
+        if self._known(value) is None:
             self._keep(value, node)
         self.inputs.append(value)
         return value
@@ -389,12 +317,12 @@ class _Recorder(TorchFunctionMode):
             self._note(func, *given, out)
         return out
 
-    def finished(self, out: Any) -> tuple[fx.GraphModule, Any]:
+    def finished(self, out: Any) -> tuple[fx.Graph, Any]:
         """The graph, and the result with slots."""
         results: list[fx.Node] = []
 
         def slot(x: Any) -> Any:
-            if isinstance(x, _VALUES):
+            if isinstance(x, VALUES):
                 return x
             if not isinstance(x, Tensor):
                 raise NotRecorded(f"it returns a {type(x).__name__}")
@@ -402,21 +330,23 @@ class _Recorder(TorchFunctionMode):
             return Slot(len(results) - 1)
 
         out = mapped(out, slot)
-        _refuse_writes(self._graph)
         self._graph.output(tuple(results))
         for node in reversed(self._graph.nodes):
             if node.target is operator.getitem and "part" in node.meta and not node.users:
                 self._graph.erase_node(node)
-        return fx.GraphModule(nn.Module(), self._graph), out
+        return self._graph, out
 
     def _keep(self, value: Tensor, node: fx.Node) -> None:
         self._nodes[id(value)] = node
         self._kept.append(value)
 
+    def _known(self, value: Any) -> fx.Node | None:
+        return self._nodes.get(id(value))
+
     def _node(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if (node := self._nodes.get(id(x))) is None:
+        if (node := self._known(x)) is None:
             raise NotRecorded("it uses a tensor that is neither an argument nor its own")
         return node
 
@@ -430,7 +360,10 @@ class _Recorder(TorchFunctionMode):
                 raise NotRecorded("it switches gradients on")
             return
         if not (out is None or is_op or _holds_tensors(out)):
-            return  # a size, a dtype or another fact, which holds for all calls of this form
+            # A size, a dtype or another fact, which holds for all calls of this form.
+            if _name(func) not in _OF_FORM:
+                self.facts.append(_name(func))
+            return
         if name == "__get__":
             self._add("call_function", getattr, (args[0], func.__self__.__name__), {}, out)
         elif not _is_method(func, name):
@@ -442,7 +375,8 @@ class _Recorder(TorchFunctionMode):
 
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, out: Any) -> None:
         node = self._graph.create_node(kind, target, args, kwargs)
-        if isinstance(out, Tensor) and id(out) in self._nodes and not may_write(node):
+        known = isinstance(out, Tensor) and self._known(out) is not None
+        if known and not may_write(node):
             # A conversion to what the tensor is already. Its users read the tensor itself.
             self._graph.erase_node(node)
             return
@@ -457,6 +391,22 @@ class _Recorder(TorchFunctionMode):
                 one = self._graph.call_function(operator.getitem, (node, i))
                 one.meta["part"] = True
                 self._value(one, part)
+
+
+class _Follower(_Recorder):
+    """Of tensors that have numbers, which it does not keep in memory."""
+
+    def _keep(self, value: Tensor, node: fx.Node) -> None:
+        self._nodes[id(value)] = node
+        node.meta["alive"] = weakref.ref(value)
+
+    def _known(self, value: Any) -> fx.Node | None:
+        node = super()._known(value)
+        return None if node is None or node.meta["alive"]() is not value else node
+
+    def _value(self, node: fx.Node, out: Any) -> None:
+        super()._value(node, out)
+        del node.meta["example_value"]
 
 
 def _name(func: Any) -> str:

@@ -412,6 +412,23 @@ def altered(problem: Problem, **leaves: Any) -> Problem:
     return replace(problem, **own)
 
 
+class _Heard(local):
+    made: list[tuple[Call, Problem]] | None = None
+
+
+_HEARD = _Heard()
+
+
+@contextmanager
+def hearing() -> Iterator[list[tuple[Call, Problem]]]:
+    """The calls whose Problems are made within the block in this thread, each with its Problem."""
+    before, _HEARD.made = _HEARD.made, []
+    try:
+        yield _HEARD.made
+    finally:
+        _HEARD.made = before
+
+
 def problem_of(call: Call) -> Problem:
     """The Problem of a call that keeps its op's contract. Heads, head dims and page size become
     ints, each a guard under a compiler."""
@@ -430,9 +447,12 @@ def problem_of(call: Call) -> Problem:
     ]
     found["last_dim_contiguous"] = all(isinstance(n, int) and n == 1 for n in strides)
     more = spec.facts(call, sizes) if callable(spec.facts) else spec.facts or {}
-    return Problem.of(
+    problem = Problem.of(
         **{**found, **_fields_of(call), "asks": asked(call) - spec.feature_names, **more}
     )
+    if _HEARD.made is not None:
+        _HEARD.made.append((call, problem))
+    return problem
 
 
 def _fields_of(call: Call) -> dict[str, Any]:

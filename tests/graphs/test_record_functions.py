@@ -426,6 +426,12 @@ def test_one_of_a_kind_runs_for_all(monkeypatch):
     assert len(ran) == 2 and kinds._traces == 1 and len(kinds.ran) == 3
 
 
+def test_objects_without_tensors_are_described_once():
+    known, rule, held = {}, Rule(1), BaseModelOutput(OTHER)
+    want = Form().of((rule, held))
+    assert all(Form(known).of((rule, held)) == want for _ in range(2)) and [*known] == [id(rule)]
+
+
 def test_a_session_looks_at_a_layer_once(monkeypatch):
     looked, real = [], Form.of_module
     monkeypatch.setattr(Form, "of_module", lambda *given: looked.append(1) or real(*given))

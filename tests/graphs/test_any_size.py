@@ -1,0 +1,204 @@
+"""Recordings of a layer for some sizes serve others, and no code, kernel or number that depends on
+the size is carried over."""
+
+import pytest
+import torch
+from torch import nn
+
+import attnops
+from attnops.graphs import any_size, kinds as kinds_of_layers
+from attnops.graphs.kinds import Kinds
+from attnops.graphs.per_layer import NotRegional
+
+
+class Layer(nn.Module):
+    """compute: of the module and its input."""
+
+    def __init__(self, compute):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.compute, self.layer_idx = nn.Linear(4, 4), compute, 0
+
+    def forward(self, x, **more):
+        return self.compute(self, x, **more)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The rows of each recording."""
+    found, real = [], kinds_of_layers.record
+
+    def record(module, args, kwargs):
+        found.append(args[0].shape[0])
+        return real(module, args, kwargs)
+
+    monkeypatch.setattr(kinds_of_layers, "record", record)
+    return found
+
+
+def sharing():
+    kinds = Kinds()
+    kinds.shares_sizes = True
+    return kinds
+
+
+def same(kinds, compute, *sizes, given=lambda rows: {}):
+    """The layer's own numbers, at its first call of a size and at the next one."""
+    layer = Layer(compute)
+    for rows in sizes:
+        for _ in range(2):
+            x, more = torch.randn(rows, 4), given(rows)
+            kinds.begin()
+            with torch.no_grad():
+                got = kinds(layer, rows, (x,), more)
+                assert torch.equal(got, layer(x, **more)), rows
+
+
+def plain(self, x):
+    return self.linear(x).relu()
+
+
+def by_sizes(self, x):
+    """Literal sizes of views, new tensors, slices, and multiples of the size."""
+    rows = x.shape[0]
+    at = torch.arange(rows)[:, None].expand(rows, 4)
+    wide = torch.cat((x, x)).view(2 * rows, 2, 2)[:rows].reshape(rows, -1)
+    return self.linear(x) * at + wide + x.view(-1).narrow(0, 0, 4 * rows).view(rows, 4)
+
+
+@pytest.mark.parametrize("compute", [plain, by_sizes])
+def test_two_sizes_serve_others(recorded, compute):
+    same(sharing(), compute, 3, 5, 7, 2, 9)
+    assert recorded == [3, 5]
+
+
+def test_sizes_are_shared_where_they_are_asked_to_be(recorded):
+    same(Kinds(), plain, 3, 5, 7)
+    assert recorded == [3, 5, 7]
+
+
+def power(self, x):
+    """A buffer of the next power of two."""
+    room = 1 << (x.shape[0] - 1).bit_length()
+    return torch.zeros(room, 4)[: x.shape[0]] + self.linear(x)
+
+
+def one_more(self, x):
+    return torch.ones(x.shape[0] + 1, 4)[1:] + x
+
+
+def capped(self, x):
+    return x[: min(x.shape[0], 6)].sum(0) + x
+
+
+@pytest.mark.parametrize(
+    ("compute", "sizes", "recordings"),
+    [
+        (power, (4, 8, 6, 16), [4, 8, 6]),
+        (one_more, (3, 5, 7), [3, 5, 7]),
+        (capped, (3, 5, 4, 8, 9, 10), [3, 5, 8, 9]),
+    ],
+)
+def test_what_is_no_multiple_of_the_size_is_recorded_anew(recorded, compute, sizes, recordings):
+    same(sharing(), compute, *sizes)
+    assert recorded == recordings
+
+
+def other_way(self, x):
+    """Not told by the numbers of equal rows."""
+    return x.flip(0) * 2 if x.shape[0] > 6 else x + x
+
+
+def test_code_that_goes_another_way(recorded):
+    kinds, layer = sharing(), Layer(other_way)
+    for rows in (3, 5, 8, 4, 9, 12):
+        x = torch.ones(rows, 4)
+        kinds.begin()
+        assert torch.equal(kinds(layer, rows, (x,), {}), layer(x))
+    assert recorded == [3, 5, 8, 9]
+
+
+def reads(self, x):
+    return x + 1 if x.shape[0] < 6 or x.sum() > 0 else x - 1
+
+
+def counted(self, x):
+    if x.shape[0] > 6:
+        self.linear.seen = x.shape[0]
+    return self.linear(x)
+
+
+def by_number(self, x):
+    return x * 2 if x.shape[0] < 6 else x * (2 + self.layer_idx)
+
+
+@pytest.mark.parametrize(
+    ("compute", "why"),
+    [
+        (reads, "DataDependentOutputException"),
+        (counted, "it sets linear.seen"),
+        (by_number, "computes with its own number|TypeError|AnyNumber"),
+    ],
+)
+def test_code_of_a_later_size_that_cannot_be_recorded(compute, why):
+    """Though its numbers are those of the sizes before."""
+    kinds = sharing()
+    same(kinds, compute, 3, 5, 4)
+    with pytest.raises(NotRegional, match=why), torch.no_grad():
+        kinds(Layer(compute), 8, (torch.ones(8, 4),), {})
+
+
+def attends(self, x):
+    q = x.view(1, -1, 1, 4)
+    return torch.ops.attnops.attention(q, q, q, scale=0.5, causal=True)[0].reshape(-1, 4)
+
+
+def test_a_kernel_is_chosen_for_each_size(recorded, monkeypatch):
+    """One that is chosen for some sizes is not called for others."""
+    real = any_size._kernel
+
+    def kernel(call, problem):
+        found = real(call, problem)
+        return found if max(call.query.shape) < 16 else None
+
+    monkeypatch.setattr(any_size, "_kernel", kernel)
+    same(sharing(), attends, 4, 8, 6, 24, 48, 32, 12)
+    assert recorded == [4, 8, 24, 48]
+
+
+def with_pages(self, x, pages):
+    return self.linear(x) + pages.view(pages.shape[0] * 4)[:4]
+
+
+def test_other_sizes_of_arguments_vary_too(recorded):
+    """Each from the recording on that has another one."""
+    kinds, pages = sharing(), {3: 2, 5: 2, 7: 3, 9: 5, 4: 8}
+
+    def given(rows):
+        return {"pages": torch.randn(pages[rows], 4)}
+
+    same(kinds, with_pages, *pages, given=given)
+    assert recorded == [3, 5, 7]
+
+
+def rows_beside_pages(self, x, pages):
+    return x.view(x.shape[0], 4) + pages[0]
+
+
+def test_sizes_that_samples_do_not_tell_apart(recorded):
+    """What is twice the pages there may be the rows."""
+    pages = {4: 2, 8: 4, 12: 6, 6: 5, 10: 7}
+
+    def given(rows):
+        return {"pages": torch.randn(pages[rows], 4)}
+
+    same(sharing(), rows_beside_pages, *pages, given=given)
+    assert recorded == [4, 8, 6]
+
+
+def test_the_policy_in_force_is_that_of_the_samples(recorded):
+    kinds = sharing()
+    same(kinds, plain, 3, 5, 7)
+    with attnops.use(kernel={"rms_norm": "reference"}):
+        same(kinds, plain, 9)
+    assert recorded == [3, 5, 9]
