@@ -196,11 +196,14 @@ class Kinds(Regions):
             own = self._own(call)
             given = own.known.further().of((args, kwargs))
             key = apart, in_force(), own.form, given
-            found = self._kept.pop(key, None)
-            if found is None or (found.numbers is not None and self._way != "ahead"):
+            ahead = self._way == "ahead"
+            found = known = self._kept.pop(key, None)
+            if found is None or (found.numbers is not None and not ahead):
                 began = time.perf_counter()
-                found = self._recorded(found, _Called(key, rows, call, args, kwargs))
+                found = self._recorded(known, _Called(key, rows, call, args, kwargs))
                 self.seconds += time.perf_counter() - began
+        if known is None and found.sizes and ahead:
+            return own, found  # not kept: whether the layer's code agrees is seen when it runs
         self._kept[key] = found
         if len(self._kept) > MOST_KEPT:
             self._kept.pop(next(iter(self._kept)))
@@ -223,7 +226,7 @@ class Kinds(Regions):
             # Its results could not be compared with the module's.
             raise NotRegional(f"{name} was called otherwise than before the capture")
         ahead = self._way == "ahead"
-        if found is None and not ahead and (known := self._of_other_sizes(called)) is not None:
+        if found is None and (known := self._of_other_sizes(called)) is not None:
             return known
         same = twin(module)[0]
         numbers = record(same, called.args, called.kwargs) if found is None else found.numbers
@@ -272,10 +275,11 @@ class Kinds(Regions):
                 return
 
     def _of_other_sizes(self, called: _Called) -> Kind | None:
-        """A kind that recordings of other sizes serve, whose numbers are compared."""
+        """A kind that recordings of other sizes serve, whose numbers are compared by now unless the
+        layers run ahead."""
         for kind in self._alike(called):
-            found = kind.any_size
-            if found is not None and (sizes := _served(found, called)) is not None:
+            found, ahead = kind.any_size, self._way == "ahead"
+            if found is not None and (sizes := _served(found, called, ahead)) is not None:
                 return Kind(kind.out, found.fakes(sizes), found.program, None, sizes)
         return None
 
@@ -299,9 +303,10 @@ class PerKind(PerLayer):
     def __init__(self, kinds: Kinds, layered: Callable[..., Any]) -> None:
         super().__init__(kinds, layered, AsItRuns())
         self._kinds, self._watched = kinds, False
+        kinds.shares_sizes = True
 
     def trace(self, bucket: Bucket) -> str:
-        """Each bucket is recorded by itself, for its sizes."""
+        """Each bucket is recorded by itself, for its sizes, or served by recordings of others."""
         return str(bucket)
 
     def session(self) -> AbstractContextManager[None]:
@@ -388,9 +393,9 @@ def _unguarded(found: Recording) -> AbstractContextManager[Any]:
     return under_context(context)
 
 
-def _served(found: AnySize, called: _Called) -> Sizes | None:
-    """The sizes of a call, if the layer's own code does what recordings of other sizes do, and
-    gives their numbers."""
+def _served(found: AnySize, called: _Called, ahead: bool) -> Sizes | None:
+    """The sizes of a call that recordings of other sizes serve, if the layer's own code does what
+    they do, and gives their numbers. ahead: it is not run."""
 
     def forward(sizes: Sizes) -> Any:
         ran = follow(twin(called.module)[0], called.args, called.kwargs)
@@ -401,8 +406,8 @@ def _served(found: AnySize, called: _Called) -> Sizes | None:
 
     try:
         sizes = found.sizes(called.rows, called.key[-1])
-        if sizes is None:
-            return None
+        if sizes is None or ahead:
+            return sizes
         if _differs(found.numbers, (*called.flat, *sizes), partial(forward, sizes)):
             return None
     except torch.OutOfMemoryError:

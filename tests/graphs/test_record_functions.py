@@ -17,9 +17,10 @@ from attnops.graphs import kinds as kinds_of_layers
 from attnops.graphs.compile_pieces import Program
 from attnops.graphs.cuda_graphs import Recorded
 from attnops.graphs.eager_capture import CaptureMode
+from attnops.graphs.forms import Form, own_tensors, tensors_of
 from attnops.graphs.kinds import Kinds
 from attnops.graphs.per_layer import NotRegional, twin
-from attnops.graphs.record_functions import Form, NotRecorded, own_tensors, record, tensors_of
+from attnops.graphs.record_functions import NotRecorded, record
 from tests.helpers import fresh_process
 
 OTHER = torch.ones(4)

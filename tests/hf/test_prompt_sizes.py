@@ -73,6 +73,32 @@ def test_bits_are_those_of_recordings_of_each_size(recorded, name, monkeypatch):
     assert all(map(torch.equal, shared, apart)) and last == 0 < each
 
 
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_steps_of_other_rows_record_nothing(recorded, name, monkeypatch):
+    """Neither ahead nor before their capture."""
+    model = tiny.model(name).to(torch.bfloat16)
+
+    def captured():
+        found, added = [], []
+        with first(model) as pair:
+            del recorded[:]
+            for rows in (20, 2, 3, 7, 12):
+                before = len(recorded)
+                with monkeypatch.context() as patch:
+                    patch.setattr(prompt, "CAPTURED", (1,))
+                    found.append(logits(pair.model, rows, 9, 4))
+                assert pair.took.decode == "breakable"
+                added.append(len(recorded) - before)
+        return found, added
+
+    shared, (*_, one, other, last) = captured()
+    monkeypatch.setattr(Kinds, "_share", lambda *_: None)
+    apart, (*_, each) = captured()
+    assert all(map(torch.equal, shared, apart))
+    assert one == other == last == 0 < each
+
+
 def test_chunks_over_cached_tokens(recorded):
     """They have graphs of their own, which two recordings serve as well."""
     with first() as pair:

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 import attnops
 from attnops.graphs import kinds
 from attnops.graphs.compile_pieces import Program
-from attnops.graphs.record_functions import Form
+from attnops.graphs.forms import Form
 from attnops.hf import tiny
 from attnops.hf.steps.decode import Decoder
 from tests.hf.decoding import first, generated
