@@ -20,6 +20,7 @@ import torch
 
 from attnops.bench import Point, Setup, engines, models
 from attnops.bench.rows import Case, LeftOut, Row, Rows
+from attnops.bench.work import kv_width
 from attnops.core.errors import InvalidInput
 from attnops.tune.clock import spread
 
@@ -79,7 +80,7 @@ def measure(
         "less": less,
         "vocab": made.vocab_size,
         "dtype": _name(setup),
-        "token_bytes": models.kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize,
+        "token_bytes": kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize,
     }
     with TemporaryDirectory(prefix="attnops-bench-", ignore_cleanup_errors=True) as folder:
         for file, content in files(setup, made).items():
