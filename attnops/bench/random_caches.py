@@ -24,8 +24,8 @@ from attnops.bench.work import heads
 from attnops.hf.cache.names import argument
 from attnops.hf.cache.paged_cache import PagedModelCache
 
-VALUES = 2.0
-"""The standard deviation of values, times the root of the tokens. Attention is then the larger part
+VALUES = 8.0
+"""The standard deviation of values, by the root of the tokens. Attention is then the larger part
 of what a layer adds."""
 
 LATER = 4096

@@ -1,0 +1,150 @@
+"""Long points of `decode` and `prefill`: steps and chunks after random caches, at a length that is
+long for the test."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the suites measure transformers models")
+
+import attnops.bench
+import attnops.hf
+from attnops.bench import Point, Setup, chunks, decode, models, random_caches, ways
+from attnops.core.kernel import kernels_of
+from attnops.hf import Decode
+from attnops.hf.steps import prompt
+from tests.graphs.standin import StandIn
+from tests.measuring import by_way, exchange
+from tests.test_bench_chunks import TOY, Scores
+
+TWO = replace(TOY, layers=2)
+"""A layer alone has no equal one, and is not captured in layers."""
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def long(monkeypatch):
+    """Points are long from 32 tokens on."""
+    monkeypatch.setattr(attnops.bench, "LONG", 32)
+
+
+@pytest.fixture
+def in_graphs(monkeypatch):
+    """The way `attnops_prompt` as on a GPU, in chunks of 64 tokens."""
+    graphs = Decode("piecewise", inner="eager", compile_after=0, graphs=StandIn())
+    way = ways.How({**ways.PAGED, "decode": graphs}, device="cpu")
+    some = {"hf_eager": ways.How(), "attnops_prompt": way}
+    monkeypatch.setitem(ways.WAYS, "prefill", some)
+    monkeypatch.setattr(prompt, "CAPTURED", (64,))
+    monkeypatch.setattr(prompt, "CHUNK", 64)
+    monkeypatch.setattr(random_caches, "LATER", 64)
+
+
+def measured(suite, point, setup=TWO):
+    run = {"decode": decode.measure, "prefill": decode.prefill}[suite]
+    return by_way(run(setup, models.keeper(setup), "llama", point))
+
+
+@pytest.mark.parametrize(("suite", "share"), [("decode", "of_bandwidth"), ("prefill", "of_matmul")])
+def test_every_way_is_right_at_a_long_point(suite, share):
+    rows = measured(suite, Point(3, 40))
+    assert {"hf_eager", "hf_compiled", "attnops_eager"} < {*rows}
+    for row in rows.values():
+        assert row["error"] <= row["budget"] < 1e-3
+        assert share in row and row["of_hf_eager" if row["way"] != "hf_eager" else share] > 0
+
+
+def test_chunks_over_pages_are_compared_in_their_graphs(in_graphs):
+    row = measured("prefill", Point(1, 192))["attnops_prompt"]
+    assert row["error"] <= row["budget"] < 1e-3
+
+
+def test_one_way_is_in_memory_at_a_time(monkeypatch):
+    fill, caches, alive = random_caches.fill, [], []
+
+    def counted(cache, *given):
+        alive.append(sum(each() is not None for each in caches))
+        caches.append(weakref.ref(cache))
+        return fill(cache, *given)
+
+    monkeypatch.setattr(random_caches, "fill", counted)
+    gc.disable()
+    try:
+        measured("decode", Point(1, 40))
+    finally:
+        gc.enable()
+    assert len(alive) >= 4 and not any(alive)
+
+
+def no_page(call):
+    """The second page of a table stands for the third one, too."""
+    table = call.page_table.clone()
+    table[:, 2] = table[:, 1]
+    return replace(call, page_table=table)
+
+
+def another_head(call):
+    return replace(call, query=call.query.roll(1, 1))
+
+
+MUTANTS = {"right": lambda call: call, "no_page": no_page, "another_head": another_head}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("suite", ["decode", "prefill"])
+def test_a_page_that_is_not_read_and_a_wrong_head_have_no_time(suite, name, in_graphs, monkeypatch):
+    """In bfloat16, as on a GPU, where one of 256 pages is left out."""
+    page, pages = 16, 256
+    monkeypatch.setattr(Setup, "dtype", torch.bfloat16)
+    right, patch = kernels_of("paged_attention")["sdpa"].run, attnops.hf.patch
+    new_cache = attnops.hf.Patched.new_cache
+    exchange(monkeypatch, "paged_attention", "sdpa", lambda call: right(MUTANTS[name](call)))
+    monkeypatch.setattr(attnops.hf, "patch", lambda one, **more: patch(one, kernel="sdpa", **more))
+    monkeypatch.setattr(
+        attnops.hf.Patched,
+        "new_cache",
+        lambda handle, *sizes: new_cache(handle, *sizes, page_size=page),
+    )
+    rows = measured(
+        suite, Point(1, page * pages), replace(TWO, ways=("attnops_paged",) * (suite == "decode"))
+    )
+    ours = next(row for way, row in rows.items() if way != "hf_eager")
+    assert "wrong" not in rows["hf_eager"]
+    assert ("wrong" in ours) is ("median_us" not in ours) is (name != "right"), ours
+    if name != "right":
+        assert ours["wrong"].startswith("wrong: off by"), ours
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_exact_tails_in_chunks_are_those_of_the_whole(at_once, monkeypatch):
+    model = models.build(TWO, "llama")
+    text = models.tokens(TWO, model, 2, 33)
+    want = models.exact_tail(model, text)
+    most = at_once * 33 * 2 * model.config.num_attention_heads * 8
+    monkeypatch.setattr(chunks, "MOST", most)
+    with Scores() as seen:
+        got = models.exact_tail(model, text)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert max(seen.bytes) <= most and len(seen.bytes) >= 16 // at_once * 2
+
+
+def test_a_long_point_needs_two_caches(monkeypatch):
+    """Eight requests of 32k tokens fit beside 32 layers of an 8B model into 139 GiB."""
+    monkeypatch.setattr(attnops.bench, "LONG", 16384)
+    monkeypatch.setattr(models, "free", lambda device: 139 * GIB)
+    gpu, name = Setup(torch.device("cuda")), "llama-3-8b-shape"
+    for text in ("1x32k", "1x128k", "8x32k"):
+        assert models.fitted(gpu, name, Point.parse(text)).num_hidden_layers == 32, text
+    assert models.largest([Point(32, 8192), Point(1, 1 << 18)]) == Point(32, 8192)
+
+
+def test_models_with_windows_compute_their_prompts():
+    plain, windows, latents = (
+        models.config(TOY, name) for name in ("llama", "gemma3", "deepseek_v3")
+    )
+    assert random_caches.serve(plain, Point(1, 32)) and not random_caches.serve(plain, Point(4, 31))
+    for other in (windows, latents):
+        assert not random_caches.serve(other, Point(1, 32))
