@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="the suites measure transformers mode
 
 import attnops.bench
 import attnops.hf
-from attnops.bench import Point, Setup, chunks, decode, models, random_caches, ways
+from attnops.bench import Point, Setup, chunks, decode, first_token, models, random_caches, ways
 from attnops.core.kernel import kernels_of
 from attnops.hf import Decode
 from attnops.hf.steps import prompt
@@ -33,14 +33,18 @@ def long(monkeypatch):
 
 @pytest.fixture
 def in_graphs(monkeypatch):
-    """The way `attnops_prompt` as on a GPU, in chunks of 64 tokens."""
+    """The way `attnops_prompt` as on a GPU. A function sets the tokens of a chunk."""
     graphs = Decode("piecewise", inner="eager", compile_after=0, graphs=StandIn())
     way = ways.How({**ways.PAGED, "decode": graphs}, device="cpu")
     some = {"hf_eager": ways.How(), "attnops_prompt": way}
     monkeypatch.setitem(ways.WAYS, "prefill", some)
-    monkeypatch.setattr(prompt, "CAPTURED", (64,))
-    monkeypatch.setattr(prompt, "CHUNK", 64)
-    monkeypatch.setattr(random_caches, "LATER", 64)
+
+    def chunks_of(tokens):
+        monkeypatch.setattr(prompt, "CAPTURED", (tokens,))
+        monkeypatch.setattr(prompt, "CHUNK", tokens)
+        monkeypatch.setattr(random_caches, "LATER", tokens)
+
+    return chunks_of
 
 
 def measured(suite, point, setup=TWO):
@@ -58,6 +62,7 @@ def test_every_way_is_right_at_a_long_point(suite, share):
 
 
 def test_chunks_over_pages_are_compared_in_their_graphs(in_graphs):
+    in_graphs(64)
     row = measured("prefill", Point(1, 192))["attnops_prompt"]
     assert row["error"] <= row["budget"] < 1e-3
 
@@ -83,11 +88,11 @@ def no_page(call):
     """The second page of a table stands for the third one, too."""
     table = call.page_table.clone()
     table[:, 2] = table[:, 1]
-    return replace(call, page_table=table)
+    return call._replace(page_table=table)
 
 
 def another_head(call):
-    return replace(call, query=call.query.roll(1, 1))
+    return call._replace(query=call.query.roll(1, 1))
 
 
 MUTANTS = {"right": lambda call: call, "no_page": no_page, "another_head": another_head}
@@ -98,6 +103,7 @@ MUTANTS = {"right": lambda call: call, "no_page": no_page, "another_head": anoth
 def test_a_page_that_is_not_read_and_a_wrong_head_have_no_time(suite, name, in_graphs, monkeypatch):
     """In bfloat16, as on a GPU, where one of 256 pages is left out."""
     page, pages = 16, 256
+    in_graphs(1024)
     monkeypatch.setattr(Setup, "dtype", torch.bfloat16)
     right, patch = kernels_of("paged_attention")["sdpa"].run, attnops.hf.patch
     new_cache = attnops.hf.Patched.new_cache
@@ -148,3 +154,29 @@ def test_models_with_windows_compute_their_prompts():
     assert random_caches.serve(plain, Point(1, 32)) and not random_caches.serve(plain, Point(4, 31))
     for other in (windows, latents):
         assert not random_caches.serve(other, Point(1, 32))
+
+
+def test_a_text_beyond_the_limit_is_exact_in_its_last_tokens(monkeypatch):
+    model = models.build(TWO, "llama")
+    text = models.tokens(TWO, model, 2, 100)
+    want = models.exact_of(model, text, 3)
+    monkeypatch.setattr(models, "MOST_EXACT", 99)
+    monkeypatch.setattr(models, "LAST", 8)
+    with Scores() as seen:
+        got = models.exact_of(model, text, 3)
+    assert got.shape == want.shape and got.dtype == torch.float64
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(got, want), "the keys of the first tokens are transformers' own"
+    assert seen.bytes[-1] == 2 * 4 * 10 * 99 * 8, "of ten queries"
+
+
+def test_random_lengths_are_those_of_short_points():
+    some = replace(TWO, points=(Point(1, 16), Point(1, 64)))
+    names = [*first_token.cases(some)]
+    assert names == ["llama 1x16", "llama 1x64", "llama 3 lengths up to 16"]
+    assert [*first_token.cases(replace(some, points=(Point(1, 64),)))] == ["llama 1x64"]
+
+
+def test_a_long_first_token_has_its_share():
+    row = by_way(first_token.cases(replace(TWO, points=(Point(1, 64),)))["llama 1x64"]())["attnops"]
+    assert row["of_matmul"] > 0 and row["error"] <= row["budget"]

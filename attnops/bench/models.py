@@ -342,10 +342,32 @@ def budget(model: Any, base: float) -> float:
     )
 
 
+MOST_EXACT = 1 << 16
+"""Tokens of a text whose exact logits take less than a minute on an H200, at 32 layers of an 8B
+model."""
+
+LAST = 64
+"""Tokens of a longer text whose numbers are exact."""
+
+
+@torch.no_grad()
 def exact_of(model: Any, text: Tensor, new: int) -> Tensor:
-    """Exact logits `[B, new, V]` of the last tokens of a text `[B, S]`."""
+    """Exact logits `[B, new, V]` of the last tokens of a text `[B, S]`.
+
+    Of more than `MOST_EXACT` tokens the last ones alone are exact, after the keys and values that
+    transformers computes of those before, which are in the model's dtype in every way.
+    """
+    wide = widened(model)
+    before = text.shape[1] - LAST - new if text.shape[1] > MOST_EXACT else 0
+    given: dict[str, Any] = {}
+    if before:
+        cache = transformers.DynamicCache(config=model.config)
+        given = {**argument(wide, cache), "use_cache": True}
+        model(text[:, :before], **given, logits_to_keep=1)
+        for layer in cache.layers:
+            layer.keys, layer.values = (t.to(wide_dtype(model)) for t in (layer.keys, layer.values))
     with InChunks():
-        logits: Tensor = widened(model)(text[:, :-1], logits_to_keep=new).logits
+        logits: Tensor = wide(text[:, before:-1], logits_to_keep=new, **given).logits
     return logits
 
 
