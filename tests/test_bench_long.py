@@ -163,7 +163,7 @@ def test_a_text_beyond_the_limit_is_exact_in_its_last_tokens(monkeypatch):
     model = models.build(TWO, "llama")
     text = models.tokens(TWO, model, 2, 100)
     want = models.exact_of(model, text, 3)
-    monkeypatch.setattr(models, "MOST_EXACT", 99)
+    monkeypatch.setattr(models, "MOST_EXACT", 96)
     monkeypatch.setattr(models, "LAST", 8)
     with Scores() as seen:
         got = models.exact_of(model, text, 3)

@@ -14,10 +14,15 @@ that MXFP4 has.
 
 A measurement is as many steps one after the other as there are tokens, with one wait for the device
 at the end. `synchronised_us`: of a step where the host waits after each. `vllm`, `sglang`: a step
-of other engines, from a call of `generate` less a shorter one.
+of other engines, from a call of `generate` without its first tokens.
 
 The logits of every way are compared with those of the same weights in float32 (of float32 in
 float64), whose attention goes in chunks of queries, so that long contexts fit into memory.
+
+Points with requests of 16k tokens or more are `Point.long`: one way is in memory at a time. There
+steps follow a cache of random keys and values, and of a prompt the last 4,096 tokens after such a
+cache are compared with exact logits, and the whole prompt with transformers
+(`attnops.bench.random_caches`). Models with windows or latents compute their prompts.
 
 `first_s`: the first steps, compilation and capture included, with an empty compile cache.
 `of_bandwidth`: the bytes a step must read over its time, as a share of the bandwidth measured in

@@ -1,7 +1,7 @@
 """Random keys and values in place of those of a long prompt.
 
 Exact numbers of a prompt of n tokens take O(n²) operations in float32: those of Llama-3-8B at 128k
-tokens more than two minutes on an H200. Exact numbers of the few tokens that follow do not, and a
+tokens more than four minutes on an H200. Exact numbers of the few tokens that follow do not, and a
 graph does not know who wrote the pages.
 
 Attention averages values over all keys, so that with the weights of a new model little of it is
