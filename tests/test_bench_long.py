@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("transformers", reason="the suites measure transformers models")
+
+import transformers
 
 import attnops.bench
 import attnops.hf
@@ -183,3 +186,13 @@ def test_random_lengths_are_those_of_short_points():
 def test_a_long_first_token_has_its_share():
     row = by_way(first_token.cases(replace(TWO, points=(Point(1, 64),)))["llama 1x64"]())["attnops"]
     assert row["of_matmul"] > 0 and row["error"] <= row["budget"]
+
+
+@pytest.mark.parametrize("length", [128, 4096])
+def test_attention_over_random_values_is_as_large_at_any_length(length):
+    model = models.build(TWO, "llama")
+    cache = transformers.DynamicCache(config=model.config)
+    random_caches.fill(cache, model, 1, length, torch.float32)
+    keys, values = cache.layers[1].keys, cache.layers[1].values
+    out = scaled_dot_product_attention(torch.randn_like(keys), keys, values)
+    assert 1 < out.std() / random_caches.VALUES < 3

@@ -354,8 +354,9 @@ LAST = 64
 def exact_of(model: Any, text: Tensor, new: int) -> Tensor:
     """Exact logits `[B, new, V]` of the last tokens of a text `[B, S]`.
 
-    After a prompt of more than `MOST_EXACT` tokens the last ones alone are exact, after the keys and values that
-    transformers computes of those before, which are in the model's dtype in every way.
+    After a prompt of more than `MOST_EXACT` tokens the last ones alone are exact, after the keys
+    and values that transformers computes of those before, which are in the model's dtype in every
+    way.
     """
     wide = widened(model)
     prompt = text.shape[1] - new
@@ -365,8 +366,10 @@ def exact_of(model: Any, text: Tensor, new: int) -> Tensor:
         cache = transformers.DynamicCache(config=model.config)
         given = {**argument(wide, cache), "use_cache": True}
         model(text[:, :before], **given, logits_to_keep=1)
-        for layer in cache.layers:
-            layer.keys, layer.values = (t.to(wide_dtype(model)) for t in (layer.keys, layer.values))
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.keys = layer.keys.to(wide_dtype(model))
+            layer.values = layer.values.to(wide_dtype(model))
     with InChunks():
         logits: Tensor = wide(text[:, before:-1], logits_to_keep=new, **given).logits
     return logits
