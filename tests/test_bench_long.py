@@ -61,7 +61,7 @@ def test_every_way_is_right_at_a_long_point(suite, share):
     assert {"hf_eager", "hf_compiled", "attnops_eager"} < {*rows}
     for row in rows.values():
         assert row["error"] <= row["budget"] < 1e-3
-        assert share in row and row["of_hf_eager" if row["way"] != "hf_eager" else share] > 0
+        assert share in row and ("of_hf_eager" in row) is (row["way"] != "hf_eager")
 
 
 def test_chunks_over_pages_are_compared_in_their_graphs(in_graphs):
@@ -185,7 +185,7 @@ def test_random_lengths_are_those_of_short_points():
 
 def test_a_long_first_token_has_its_share():
     row = by_way(first_token.cases(replace(TWO, points=(Point(1, 64),)))["llama 1x64"]())["attnops"]
-    assert row["of_matmul"] > 0 and row["error"] <= row["budget"]
+    assert "of_matmul" in row and row["error"] <= row["budget"]
 
 
 @pytest.mark.parametrize("length", [128, 4096])
