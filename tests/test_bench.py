@@ -31,6 +31,7 @@ from attnops.bench import (
     training,
     training_steps,
     ways as table,
+    work,
 )
 from attnops.bench.files import bad, compare, read, text_of
 from attnops.bench.rows import Way, largest_error, relative_error, time_if_right, with_ratios
@@ -164,9 +165,9 @@ def test_the_bytes_of_a_step():
     )
     weights, whole = (sum(p.nbytes for p in model.parameters()) for model in (plain, tied))
     own = weights - plain.get_input_embeddings().weight.nbytes
-    assert decode.bytes_of(plain, Point(3, 20)) == own + 3 * 20 * kept(plain)
+    assert work.bytes_of(plain, Point(3, 20)) == own + 3 * 20 * kept(plain)
     window = tied.config.sliding_window
-    near, far = (decode.bytes_of(tied, Point(1, n)) for n in (window, window + 8))
+    near, far = (work.bytes_of(tied, Point(1, n)) for n in (window, window + 8))
     assert near == whole + window * kept(tied), "a tied embedding is read for the logits"
     assert (
         far - near
@@ -175,7 +176,7 @@ def test_the_bytes_of_a_step():
         * tied.config.layer_types.count("full_attention")
         // tied.config.num_hidden_layers
     )
-    assert decode.bytes_of(mixture, Point(1, 20)) == 0, "a token reads some experts alone"
+    assert work.bytes_of(mixture, Point(1, 20)) == 0, "a token reads some experts alone"
 
 
 def test_the_ways_asked_for_are_measured_under_their_policies(monkeypatch):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("transformers", reason="the suite measures transformers mode
 
 from typer.testing import CliRunner
 
-from attnops.bench import Point, decode, generate, peers, run as suites
+from attnops.bench import Point, decode, engines, generate, peers, run as suites
 from attnops.bench.files import bad
 from attnops.cli.app import app
 from attnops.core.errors import InvalidInput
@@ -30,7 +31,8 @@ def answer(batch, context):
 """  # noqa: E501
 ENGINES = {
     "torch": "import types\nstack = lambda rows, dim: types.SimpleNamespace(tolist=lambda: "
-    "[list(row) for row in zip(*rows)])",
+    "[list(row) for row in zip(*rows)])\n"
+    "cuda = types.SimpleNamespace(synchronize=lambda: None)",
     "vllm/__init__": """
 import json, os, sys, types
 __version__, asked = "0.9", []
@@ -77,7 +79,7 @@ def prepare_synthetic_inputs_for_latency_test(batch, context, prompts):
 class Runner:
     clear = lambda self: None
     def extend(self, requests):
-        now[0] += 0.1
+        now[0] += 0.1 + now[0] / 10
         return [0] * len(requests), None, "state"
     def decode(self, token, state):
         now[0] += 0.001
@@ -232,7 +234,7 @@ def test_the_script_times_whole_calls(real, engine, version, graphs):
 
 
 def test_a_step_is_a_call_less_a_shorter_one(real, monkeypatch):
-    """Of an engine whose call takes 0.1 s, and a millisecond for each token."""
+    """Of an engine whose prompts take longer each time, and a token a millisecond."""
     monkeypatch.setenv("SECONDS", "1")
     steps = outcome(real, "sglang", "decode")["rows"]
     assert [(row["case"], row["new_tokens"]) for row in steps] == [
@@ -240,6 +242,36 @@ def test_a_step_is_a_call_less_a_shorter_one(real, monkeypatch):
         ("llama 2x8", decode.NEW),
     ]
     assert all(row["median_us"] == pytest.approx(1000) for row in steps)
+
+
+def test_long_points_are_named_and_have_positions(python, monkeypatch):
+    monkeypatch.setattr("attnops.bench.LONG", 8)
+    config = 'assert json.load(open("config.json"))["max_position_embeddings"] > 1040\n'
+    setup = replace(TOY, engines=(("vllm", python(ANSWER + config + "answer(1, 1040)")),))
+    [row] = peers.cases(replace(setup, points=(Point(1, 1040),)), "decode", 9, 1, 3)[
+        "llama, vllm"
+    ]()
+    assert row["of_bandwidth"] > 0 and row["median_us"] > 0
+    first = peers.cases(setup, "first_token", 1, 1)
+    assert first["llama, vllm"]()[0]["of_matmul"] > 0
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_prompts_that_are_subtracted_are_cached(long, monkeypatch):
+    """By vLLM, whose steps are the difference of two calls, where the prompts are long."""
+    given = {}
+    llm = types.SimpleNamespace(
+        LLM=lambda **options: given.update(options) or exit_with(KeyError), __version__=""
+    )
+    monkeypatch.setattr(engines, "import_module", lambda name: llm)
+    spec = {"model": "", "dtype": "", "points": [(1, 8)], "new": 9, "token_bytes": 1}
+    with pytest.raises(KeyError):
+        engines.vllm({**spec, "less": 3, "long": long})
+    assert given["enable_prefix_caching"] is long
+
+
+def exit_with(error):
+    raise error
 
 
 def test_answers_of_another_length_have_no_time(real, monkeypatch):

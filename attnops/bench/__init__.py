@@ -12,6 +12,9 @@ import torch
 
 from attnops.core.errors import InvalidInput
 
+LONG = 16384
+"""Tokens of a request of the points that are `Point.long`."""
+
 
 class Point(NamedTuple):
     """The size of a decode step or prompt: requests, and tokens of each."""
@@ -22,6 +25,12 @@ class Point(NamedTuple):
     def __str__(self) -> str:
         thousands = self.context >= 1024 and not self.context % 1024
         return f"{self.batch}x{f'{self.context // 1024}k' if thousands else self.context}"
+
+    @property
+    def long(self) -> bool:
+        """Has a request so many tokens that ways are measured one after the other, each with all of
+        the memory, and after random caches?"""
+        return self.context >= LONG
 
     @classmethod
     def parse(cls, text: str) -> Point:

@@ -14,10 +14,15 @@ that MXFP4 has.
 
 A measurement is as many steps one after the other as there are tokens, with one wait for the device
 at the end. `synchronised_us`: of a step where the host waits after each. `vllm`, `sglang`: a step
-of other engines, from a call of `generate` less a shorter one.
+of other engines, from a call of `generate` without its first tokens.
 
 The logits of every way are compared with those of the same weights in float32 (of float32 in
 float64), whose attention goes in chunks of queries, so that long contexts fit into memory.
+
+Points with requests of 16k tokens or more are `Point.long`: one way is in memory at a time. There
+steps follow a cache of random keys and values, and of a prompt the last 4,096 tokens after such a
+cache are compared with exact logits, and the whole prompt with transformers
+(`attnops.bench.random_caches`). Models with windows or latents compute their prompts.
 
 `first_s`: the first steps, compilation and capture included, with an empty compile cache.
 `of_bandwidth`: the bytes a step must read over its time, as a share of the bandwidth measured in
@@ -46,9 +51,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, StaticCache
 
-from attnops.bench import Point, Setup, models, peers, ways
-from attnops.bench.rows import Case, Row, Rows, Way
+from attnops.bench import Point, Setup, models, peers, random_caches, ways
+from attnops.bench.rows import Case, Row, Rows, Way, Ways
 from attnops.bench.ways import How
+from attnops.bench.work import bytes_of, flop_of
 from attnops.core.private_torch import fresh_cache
 from attnops.core.select import use
 from attnops.hf.cache.names import argument
@@ -99,21 +105,30 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
         models.tokens(setup, model, point.batch, n, seed)
         for seed, n in enumerate((point.context, count))
     )
-    makers = ways_of(setup, model, prompt, new)
+    random = random_caches.serve(model.config, point)
+    made: Ways = {**ways_of(setup, model, prompt, new, random)}
     with torch.no_grad():
-        eager = makers.pop("hf_eager")()
+        eager = None if point.long else models.first_of(made)
     more = partial(
         figures, setup, model, eager, point.batch, {"of_bandwidth": bytes_of(model, point)}
     )
-    return models.compared(
-        f"{name} {point}", model, {"hf_eager": eager, **makers}, prompt, new, more
+    exact = partial(
+        models.exactly, model, prompt[: models.EXACT], new[: models.EXACT], random=random
     )
+    return models.compared(f"{name} {point}", model, made, exact, more, alone=point.long)
 
 
 def figures(
-    setup: Setup, model: Any, eager: Way, tokens: int, work: dict[str, int], us: float, way: Way
+    setup: Setup,
+    model: Any,
+    eager: Way | None,
+    tokens: int,
+    work: dict[str, int],
+    us: float,
+    way: Way,
 ) -> Row:
-    """The figures of a way that takes `us` for `tokens`. work: as of `Setup.shares`."""
+    """The figures of a way that takes `us` for `tokens`. eager: the way without a profile. work: as
+    of `Setup.shares`."""
     found = {
         "tokens_s": round(tokens / us * 1e6, 1),
         "layers": model.config.num_hidden_layers,
@@ -127,26 +142,11 @@ def figures(
     return found
 
 
-def bytes_of(model: Any, point: Point) -> int:
-    """The bytes a step must read: weights without the embedding, cached keys and values. 0 if it
-    reads some experts of many."""
-    config = model.config
-    if models.experts(config):
-        return 0
-    embedding = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is embedding
-    weights = sum(p.nbytes for p in model.parameters() if p is not embedding or tied)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or point.context
-    seen = sum(
-        min(point.context, window) if kind == "sliding_attention" else point.context
-        for kind in kinds
-    )
-    return int(weights + point.batch * seen * models.kv_width(config) * embedding.element_size())
-
-
-def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, Callable[[], Way]]:
-    """The makers of the chosen implementations of the step, over a full cache."""
+def ways_of(
+    setup: Setup, model: Any, prompt: Tensor, new: Tensor, random: bool
+) -> dict[str, Callable[[], Way]]:
+    """The makers of the chosen implementations of the step, over a full cache. random: not of the
+    prompt, but of as many random keys and values."""
     # In a full run these are as long to compile as `hf_compiled`, and slower than the graphs.
     slow = ("attnops_hf", "attnops_paged") if setup.size == "full" else ()
     packed = model.config.model_type == "gpt_oss"
@@ -157,13 +157,15 @@ def ways_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor) -> dict[str, 
         else [name for name, how in chosen if name in slow or (how.packed and not packed)]
     )
     return {
-        name: partial(way_of, setup, model, prompt, new, how)
+        name: partial(way_of, setup, model, prompt, new, how, random)
         for name, how in chosen
         if name not in left
     }
 
 
-def way_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How) -> Way:
+def way_of(
+    setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How, random: bool = False
+) -> Way:
     """Steps for the tokens of `new`, one after the other, after `prompt`."""
     one, handle = models.patched(model, how)
     compiled, graphs, policy = how.compiled, (how.patch or {}).get("decode"), how.policy
@@ -178,7 +180,10 @@ def way_of(setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How) -> W
                 else StaticCache(config=one.config, max_cache_len=length)
             )
         forward = one if compiled is None else setup.compiled(one.forward, **compiled)
-        one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1)
+        if random:
+            random_caches.fill(cache, model, prompt.shape[0], prompt.shape[1], model.dtype)
+        else:
+            one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1)
     rewind = models.rewinder(cache)
 
     def step(at: int) -> Any:
@@ -241,54 +246,41 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
         # The graph makes the cache itself, so prompts of one length share a graph.
         return forward(prompt, use_cache=True, logits_to_keep=1, **given).logits
 
+    random = random_caches.serve(model.config, point)
+
     def way(how: How) -> Way:
         if how.device:
-            return _prompt(setup, model, prompt, given, how)
+            return _prompt(setup, model, prompt, given, how, random)
         one, _ = models.patched(model, how) if how.patch else (model, None)
-        return Way(
-            Timed(
-                partial(
-                    first_token,
-                    one if how.compiled is None else setup.compiled(one.forward, **how.compiled),
-                )
-            )
-        )
+        forward = one if how.compiled is None else setup.compiled(one.forward, **how.compiled)
+
+        def both() -> Tensor:
+            cache = DynamicCache(config=one.config)
+            tail = random_caches.logits_after(forward, one, cache, prompt, one.dtype)
+            return torch.cat([tail, first_token(forward)])
+
+        return Way(Timed(partial(first_token, forward)), both if random else None)
 
     known = ways.here(setup, "prefill")
     asked = {
         "hf_eager",
         *({*setup.ways} & {*ways.WAYS["prefill"]} or known),
     }  # `--ways` may name those of decode alone
-    made = {name: way(how) for name, how in known.items() if name in asked}
-    more = partial(
-        figures,
-        setup,
-        model,
-        made["hf_eager"],
-        sum(lengths),
-        {"of_matmul": flop_of(model, lengths)},
-    )
-    return models.compared(f"{name} {point}", model, made, prompt, None, more, **given)
+    made: Ways = {name: partial(way, how) for name, how in known.items() if name in asked}
+    eager = None if point.long else models.first_of(made)
+    work = {"of_matmul": flop_of(model, lengths)}
+    more = partial(figures, setup, model, eager, sum(lengths), work)
+    first = {name: rows[: models.EXACT] for name, rows in given.items()}
+    exactly = models.exact_tail if random else models.exactly
+    exact = partial(exactly, model, prompt[: models.EXACT], **({} if random else first))
+    return models.compared(f"{name} {point}", model, made, exact, more, alone=point.long)
 
 
-def flop_of(model: Any, lengths: list[int]) -> int:
-    """Operations of the products and of causal attention, without the embedding and the logits. 0
-    if a token sees some experts of many."""
-    config = model.config
-    if models.experts(config) or getattr(config, "sliding_window", None):
-        return 0
-    kept = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    weights = sum(p.numel() for p in model.parameters() if id(p) not in kept)
-    q_heads, _, head_dim = models.heads(config)
-    return int(
-        2 * weights * sum(lengths)
-        + 2 * config.num_hidden_layers * q_heads * head_dim * sum(n * n for n in lengths)
-    )
-
-
-def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], how: How) -> Way:
+def _prompt(
+    setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], how: How, random: bool
+) -> Way:
     """The prompt over pages, whose compiled layers every call finds compiled, and captured where
-    they are."""
+    they are. random: its last tokens after a random cache are compared, too."""
     one, handle = models.patched(model, how)
     cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), Row()
 
@@ -302,9 +294,16 @@ def _prompt(setup: Setup, model: Any, prompt: Tensor, given: dict[str, Any], how
     if handle.decode.mode == "piecewise":
         first_token()
         handle.step(prompt[:, :1], cache)  # steps are compiled first
-    return Way(
-        Timed(first_token), partial(settled, setup, first_token, more, CAPTURE_AFTER + 1), more=more
-    )
+
+    def both() -> Tensor:
+        whole = settled(setup, first_token, more, CAPTURE_AFTER + 1)
+        if not random:
+            return whole
+        cache.reset()
+        tail = random_caches.logits_after(one, one, cache, prompt, one.dtype)
+        return torch.cat([tail, whole])
+
+    return Way(Timed(first_token), both, more=more)
 
 
 def profiled(timed: Timed) -> Row:

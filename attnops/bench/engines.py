@@ -23,12 +23,17 @@ from typing import Any
 Spec = dict[str, Any]
 """`engine`, `model`, `points` (batch, context), `new` tokens, `rounds`, `vocab`, `dtype`.
 `token_bytes`: of the keys and values of a token, in all layers. `began`: when the process was
-started, by `time.time()`. `less`: tokens of a call whose time is subtracted; 0 for none."""
+started, by `time.time()`. `less`: the first tokens of a call, whose time does not count; 0 for
+none. `long`: are prompts longer than most measurements of them differ by?"""
 
 Call = Callable[[list[list[int]], int], list[list[int]]]
 """Greedy continuations of prompts by this many tokens, on the host."""
 
 WARM = 2  # calls of each point that are not timed
+MARKS: list[float] = []
+"""When a call had made `less` tokens. Of an engine that does not say so, a call of as many tokens
+is timed and subtracted."""
+
 SPARE = 64  # positions of a request beyond its tokens
 UNJUDGED = "random weights of its own, tokens not judged"
 
@@ -52,7 +57,8 @@ def vllm(spec: Spec) -> tuple[Spec, Call]:
         "max_num_seqs": batches[-1],
         "gpu_memory_utilization": 0.5,
         "kv_cache_memory_bytes": (tokens(spec) + 8192) * spec["token_bytes"],
-        "enable_prefix_caching": False,
+        # A call that is subtracted has the same prompt, whose time is no part of the difference.
+        "enable_prefix_caching": bool(spec["less"] and spec["long"]),
         "disable_log_stats": True,
         "attention_config": {"backend": "FLASH_ATTN"},
         "compilation_config": {"cudagraph_capture_sizes": batches},
@@ -137,6 +143,9 @@ def sglang(spec: Spec) -> tuple[Spec, Call]:
         token, _, state = runner.extend(requests)
         made = [token]
         for _ in range(new - 1):
+            if len(made) == spec["less"]:
+                torch.cuda.synchronize()
+                MARKS.append(time.perf_counter())
             token, _ = runner.decode(token, state)
             made.append(token)
         found: list[list[int]] = torch.stack(made, 1).tolist()
@@ -157,10 +166,11 @@ ENGINES = {"vllm": vllm, "sglang": sglang}
 
 
 def timed(call: Call, prompts: list[list[int]], new: int) -> float:
-    """Seconds of a call. Raises RuntimeError for answers of another length."""
+    """Seconds of a call, or since its mark. Raises RuntimeError for answers of another length."""
+    MARKS.clear()
     start = time.perf_counter()
     made = call(prompts, new)
-    taken = time.perf_counter() - start
+    taken = time.perf_counter() - (MARKS[0] if MARKS else start)
     if (lengths := [len(tokens) for tokens in made]) != [new] * len(prompts):
         raise RuntimeError(f"got {lengths} tokens, want {new} of each of {len(prompts)} requests")
     return taken
@@ -177,7 +187,7 @@ def main(spec: Spec, answers: Any) -> None:
         for _ in range(WARM + spec["rounds"]):
             seconds.append(timed(call, prompts, spec["new"]))
             first_s = first_s or time.time() - spec["began"]
-            if spec["less"]:
+            if spec["less"] and not MARKS:
                 seconds[-1] -= timed(call, prompts, spec["less"])
         line = {
             "batch": batch,

@@ -3,7 +3,7 @@
 The ways are those of the suite `generate`. `1x128` and other points: prompts of one size, from
 the third call on. `50 lengths`: prompts of one row whose lengths are random, each length once, so
 that the times have what a new size costs. `worst_us`: the longest call. `captured`: the prompts
-that a graph ran.
+that a graph ran. `of_matmul`: as in the suite `prefill`.
 
 `vllm`, `sglang`: the same points by other engines.
 """
@@ -29,7 +29,7 @@ LENGTHS = {"toy": 3, "small": 8, "quick": 20, "full": 50}
 
 def cases(setup: Setup) -> dict[str, Case]:
     """Other engines first, while this process holds no model; the points of every model; and random
-    lengths up to those of its longest prompt of one row.
+    lengths up to those of its longest prompt of one row, but of none that is `Point.long`.
 
     Raises InvalidInput for a way that this device does not have.
     """
@@ -43,7 +43,9 @@ def cases(setup: Setup) -> dict[str, Case]:
             found[f"{name} {point}"] = partial(
                 generate.measure, setup, kept, name, point, suite=SUITE, alone=True
             )
-        most = max(point.context for point in points)
+        most = max((point.context for point in points if not point.long), default=0)
+        if not most:
+            continue
         case = f"{name} {LENGTHS[setup.size]} lengths up to {most}"
         found[case] = partial(measure, setup, kept, name, most, case)
     return found
@@ -109,5 +111,5 @@ def timed(call: Callable[..., Any], prompt: Tensor) -> tuple[float, Tensor]:
 def twice_the_budget(model: Any, prompt: Tensor, logits: Tensor) -> float:
     """The largest distance between the logits of two ways that are both right. logits: those of
     transformers."""
-    exact = models.widened(model)(prompt, logits_to_keep=1).logits
+    exact = models.exactly(model, prompt)
     return 2 * models.budget(model, models.distance(model, logits)(logits, exact))

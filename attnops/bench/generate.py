@@ -30,6 +30,7 @@ from torch import Tensor
 from attnops.bench import Point, Setup, models, peers, ways
 from attnops.bench.overhead import in_a_process
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
+from attnops.bench.work import flop_of
 from attnops.tune.clock import Timed, seconds, steps_us
 
 NEW = {"toy": 6, "small": 16, "quick": 32, "full": 128}
@@ -121,6 +122,7 @@ def measure(
         return Way(Timed(call, per=new), results, more=more)
 
     exactly = partial(models.exact_of, model, new=new)
+    flop = flop_of(model, [point.context] * point.batch)
     hf = way("hf")
     # Two calls on a GPU may choose other tokens where two are nearly as good, so logits are
     # compared with those of their own text.
@@ -145,6 +147,7 @@ def measure(
             "tokens_s": round(point.batch / us * 1e6, 1),
             "layers": model.config.num_hidden_layers,
             "new_tokens": new,
+            **(setup.shares(us, of_matmul=flop) if alone else {}),
         }
 
     others: Ways = {name: partial(way, name) for name in ways.chosen(setup, suite) if name != "hf"}

@@ -4,9 +4,10 @@ over."""
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -18,10 +19,22 @@ import transformers
 from torch import Tensor, nn
 
 import attnops.hf
-from attnops.bench import Point, Setup
+from attnops.bench import Point, Setup, random_caches
 from attnops.bench.chunks import InChunks
-from attnops.bench.rows import Case, More, Row, Rows, relative_error, time_if_right, with_ratios
+from attnops.bench.rows import (
+    Case,
+    Make,
+    More,
+    Row,
+    Rows,
+    Way,
+    Ways,
+    relative_error,
+    time_if_right,
+    with_ratios,
+)
 from attnops.bench.ways import PLACES, How
+from attnops.bench.work import experts, kv_width
 from attnops.configs import SHAPES, config_of
 from attnops.core.errors import InvalidInput
 from attnops.hf.cache.names import argument
@@ -54,6 +67,7 @@ LAYERS = {
 # later and of the compiler's processes.
 SPARE, OVERHEAD = 1.15, 1 << 30
 CACHES = 5  # of one point, held at a time
+ALONE = 2  # of a long one: before a step and after it, or in float32
 
 Kept = Callable[[str], Any]  # gives the model of a name
 
@@ -76,23 +90,6 @@ def config(setup: Setup, name: str, layers: int = 0) -> Any:
         if (kinds := getattr(made, "layer_types", None)) is not None:
             made.layer_types = (kinds * layers)[:layers]
     return made
-
-
-def heads(config: Any) -> tuple[int, int, int]:
-    """(query heads, key heads, the width of a head). Raises AttributeError or TypeError if layers
-    differ."""
-    many = config.num_attention_heads
-    return (
-        many,
-        getattr(config, "num_key_value_heads", None) or many,
-        getattr(config, "head_dim", None) or config.hidden_size // many,
-    )
-
-
-def kv_width(config: Any) -> int:
-    """Numbers of the keys and values of a token in one layer. Raises as `heads`."""
-    _, kv_heads, head_dim = heads(config)
-    return int(2 * kv_heads * head_dim)
 
 
 # Of a container, in cgroups of version 2 and 1
@@ -140,7 +137,7 @@ def needed(setup: Setup, made: Any, point: Point | None) -> int:
     # its weights.
     with suppress(Exception):
         row = kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize
-        cached = 0 if point is None else CACHES * point.batch * (point.context + 32) * row
+        cached = 0 if point is None else held(point) * (1 + 32 / point.context) * row
     return int(SPARE * (weights + 2 * largest + cached)) + OVERHEAD
 
 
@@ -216,9 +213,14 @@ def over(
     }
 
 
+def held(point: Point) -> int:
+    """The tokens of all caches in memory."""
+    return (ALONE if point.long else CACHES) * point.batch * point.context
+
+
 def largest(points: Iterable[Point]) -> Point | None:
-    """The point with the most tokens."""
-    return max(points, key=lambda p: p.batch * p.context, default=None)
+    """The point with the most tokens in memory."""
+    return max(points, key=held, default=None)
 
 
 def twin(model: Any) -> Any:
@@ -242,36 +244,56 @@ def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> 
     )
 
 
+def first_of(ways: Ways) -> Way:
+    """`hf_eager`, made now and kept."""
+    way = made(ways["hf_eager"])
+    ways["hf_eager"] = way
+    return way
+
+
 @torch.no_grad()
 def compared(
     case: str,
     model: Any,
-    ways: Mapping[str, Any],
-    prompt: Tensor,
-    new: Tensor | None,
+    ways: Ways,
+    exact: Callable[[], Tensor],
     more: More,
-    **given: Tensor,
+    alone: bool = False,
 ) -> Rows:
     """The rows of ways to compute a model's logits, `hf_eager` among them, which gives the budget.
 
-    more: as in `time_if_right`. given: more arguments of the model by row, for the prompt.
+    exact: computes the logits of the first rows. more: as in `time_if_right`. alone: one way is in
+    memory at a time, and they are timed one after the other.
     """
-    off = distance(model, eager := ways["hf_eager"].computed())
-    want = exactly(
-        model,
-        prompt[:EXACT],
-        None if new is None else new[:EXACT],
-        **{name: rows[:EXACT] for name, rows in given.items()},
-    )
-    rows = time_if_right(case, ways, want, budget(model, off(eager, want)), steps_us, off, more)
+    eager = made(ways["hf_eager"]).computed()
+    off = distance(model, eager)
+    if alone:
+        release()
+    want = exact()
+    allowed = budget(model, off(eager, want))
+    turns = [{name: way} for name, way in ways.items()] if alone else [ways]
+    rows: Rows = []
+    for some in turns:
+        rows += time_if_right(case, some, want, allowed, steps_us, off, more)
+        if alone:
+            release()
     return with_ratios(rows, "hf_eager", "hf_compiled")
 
 
-def experts(config: Any) -> bool:
-    """Is it the config of a mixture of experts?"""
-    return any(
-        getattr(config, n, None) for n in ("num_local_experts", "n_routed_experts", "num_experts")
-    )
+def made(way: Way | Make) -> Way:
+    """Raises InvalidInput: the way does not answer the call."""
+    found = way if isinstance(way, Way) else way()
+    if found is None:
+        raise InvalidInput("way", "hf_eager", "one that answers the call")
+    return found
+
+
+def release() -> None:
+    """Free what ways have left: caches in cycles of objects, graphs, compiled code."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
@@ -320,10 +342,36 @@ def budget(model: Any, base: float) -> float:
     )
 
 
+MOST_EXACT = 1 << 15
+"""Tokens of a prompt whose exact logits take about half a minute on an H200, at 32 layers of an 8B
+model: of four times as many they take over four minutes."""
+
+LAST = 64
+"""Tokens of a longer text whose numbers are exact."""
+
+
+@torch.no_grad()
 def exact_of(model: Any, text: Tensor, new: int) -> Tensor:
-    """Exact logits `[B, new, V]` of the last tokens of a text `[B, S]`."""
+    """Exact logits `[B, new, V]` of the last tokens of a text `[B, S]`.
+
+    After a prompt of more than `MOST_EXACT` tokens the last ones alone are exact, after the keys
+    and values that transformers computes of those before, which are in the model's dtype in every
+    way.
+    """
+    wide = widened(model)
+    prompt = text.shape[1] - new
+    before = prompt - LAST if prompt > MOST_EXACT else 0
+    given: dict[str, Any] = {}
+    if before:
+        cache = transformers.DynamicCache(config=model.config)
+        given = {**argument(wide, cache), "use_cache": True}
+        model(text[:, :before], **given, logits_to_keep=1)
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.keys = layer.keys.to(wide_dtype(model))
+            layer.values = layer.values.to(wide_dtype(model))
     with InChunks():
-        logits: Tensor = widened(model)(text[:, :-1], logits_to_keep=new).logits
+        logits: Tensor = wide(text[:, before:-1], logits_to_keep=new, **given).logits
     return logits
 
 
@@ -335,10 +383,15 @@ def below_the_best(exact: Tensor, text: Tensor) -> float:
     return float(((best - chosen) / best.abs()).max())
 
 
+def wide_dtype(model: Any) -> torch.dtype:
+    """That of exact numbers."""
+    return torch.float64 if model.dtype == torch.float32 else torch.float32
+
+
 def widened(model: Any) -> Any:
     """The model in float64 if it is float32, else in float32. To save memory, weights are wide only
     while their module runs."""
-    wide, one = torch.float64 if model.dtype == torch.float32 else torch.float32, twin(model)
+    wide, one = wide_dtype(model), twin(model)
     if callable(choose := getattr(one, "set_experts_implementation", None)):
         choose("eager")  # grouped products have no float64
 
@@ -369,16 +422,22 @@ def widened(model: Any) -> Any:
 
 
 @torch.no_grad()
-def exactly(model: Any, prompt: Tensor, new: Tensor | None = None, **given: Tensor) -> Tensor:
+def exactly(
+    model: Any, prompt: Tensor, new: Tensor | None = None, random: bool = False, **given: Tensor
+) -> Tensor:
     """Logits `[B, N, V]` of a step for every token of `new` `[B, N]` after `prompt`; None:
     `[B, 1, V]`, of the prompt's last token. The prompt's attention goes in chunks of queries where
-    the model asks torch for it."""
+    the model asks torch for it. random: after a random cache of the prompt's size."""
     wide = widened(model)
     cache = transformers.DynamicCache(config=wide.config)
-    with InChunks():
-        last: Tensor = wide(
-            prompt, **argument(wide, cache), use_cache=True, logits_to_keep=1, **given
-        ).logits
+    if random:
+        rows, length = prompt.shape
+        random_caches.fill(cache, model, rows, length, wide_dtype(model))
+    else:
+        with InChunks():
+            last: Tensor = wide(
+                prompt, **argument(wide, cache), use_cache=True, logits_to_keep=1, **given
+            ).logits
     if new is None:
         return last
     return torch.cat(
@@ -388,6 +447,15 @@ def exactly(model: Any, prompt: Tensor, new: Tensor | None = None, **given: Tens
         ],
         1,
     )
+
+
+@torch.no_grad()
+def exact_tail(model: Any, prompt: Tensor) -> Tensor:
+    """Logits `[B, 1, V]` of a prompt whose last tokens run after a random cache."""
+    wide = widened(model)
+    cache = transformers.DynamicCache(config=wide.config)
+    with InChunks():
+        return random_caches.logits_after(wide, wide, cache, prompt, wide_dtype(model))
 
 
 def rewinder(cache: Any) -> Run:

@@ -17,13 +17,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 
 from attnops.bench import Point, Setup, engines, models
 from attnops.bench.rows import Case, LeftOut, Row, Rows
+from attnops.bench.work import bytes_of, flop_of, kv_width
 from attnops.core.errors import InvalidInput
 from attnops.tune.clock import spread
 
 LIMIT_S = 300.0  # of an engine with all of its points; a compilation may hang
+LONG_LIMIT_S = 900.0  # where some are long: a prompt of 8x32k takes 12 s, and is run 14 times
 SET = ("VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_NO_USAGE_STATS=1", "DO_NOT_TRACK=1")
 EMPTY = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")  # folders of caches
 
@@ -71,20 +74,26 @@ def measure(
     """The rows of an engine. Raises LeftOut with the last line of its errors, if it measures no
     point."""
     made = models.fitted(setup, name, models.largest(points))
+    longest = max(point.context for point in points) + new + engines.SPARE
+    # Engines refuse more positions, or read beyond their table of rotations.
+    made.max_position_embeddings = max(made.max_position_embeddings, longest)
+    long = any(point.long for point in points)
     spec = {
         "engine": engine,
         "points": points,
         "new": new,
         "rounds": rounds,
         "less": less,
+        "long": long,
         "vocab": made.vocab_size,
         "dtype": _name(setup),
-        "token_bytes": models.kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize,
+        "token_bytes": kv_width(made) * made.num_hidden_layers * setup.dtype.itemsize,
     }
     with TemporaryDirectory(prefix="attnops-bench-", ignore_cleanup_errors=True) as folder:
         for file, content in files(setup, made).items():
             (Path(folder) / file).write_text(json.dumps(content))
-        found, why = answers(setup, python, spec, Path(folder))
+        limit_s = LONG_LIMIT_S if long else LIMIT_S
+        found, why = answers(setup, python, spec, Path(folder), limit_s)
     if not found:
         raise LeftOut(why)
     rows, more = Rows(), {"layers": made.num_hidden_layers, "new_tokens": new - less}
@@ -96,6 +105,7 @@ def measure(
                 **us,
                 "tokens_s": round(point.batch / us["median_us"] * 1e6, 1),
                 **more,
+                **setup.shares(us["median_us"], **_work(setup, made, point, new, less)),
                 **found[at]["facts"],
             }
         rows.append(row if at < len(found) else {**row, "wrong": why})
@@ -119,10 +129,20 @@ def measure(
     ]
 
 
+def _work(setup: Setup, made: Any, point: Point, new: int, less: int) -> dict[str, int]:
+    """What a step must read, or a prompt compute, as of `Setup.shares`: of steps, and of calls of
+    one token. made: the model's config."""
+    if new > 1 and not less:
+        return {}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
+    if less:
+        return {"of_bandwidth": bytes_of(model, point)}
+    return {"of_matmul": flop_of(model, [point.context] * point.batch)}
+
+
 def files(setup: Setup, made: Any) -> dict[str, Any]:
     """The files of a model's folder by name, of its transformers config."""
-    import transformers
-
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
     config = {
         **json.loads(made.to_json_string()),
@@ -138,7 +158,9 @@ def files(setup: Setup, made: Any) -> dict[str, Any]:
     }
 
 
-def answers(setup: Setup, python: str, spec: engines.Spec, folder: Path) -> tuple[Rows, str]:
+def answers(
+    setup: Setup, python: str, spec: engines.Spec, folder: Path, limit_s: float
+) -> tuple[Rows, str]:
     """(what the engine printed for each point, why it printed no more). Its processes have
     ended."""
     if (program := shutil.which(os.path.expanduser(python))) is None:
@@ -171,9 +193,9 @@ def answers(setup: Setup, python: str, spec: engines.Spec, folder: Path) -> tupl
         )
         late = ""
         try:
-            process.wait(LIMIT_S)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            late = f"not done after {LIMIT_S:g} s"
+            late = f"not done after {limit_s:g} s"
         finally:
             with suppress(ProcessLookupError):  # the processes that it started
                 os.killpg(process.pid, signal.SIGKILL)
