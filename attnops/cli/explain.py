@@ -214,7 +214,7 @@ def linear_sites(
     Their sizes are those in the config of the decoder.
     Without those of experts, and without any of a model that caches latents.
     """
-    from attnops.bench.models import experts, heads
+    from attnops.bench.work import experts, heads
 
     if getattr(config, "kv_lora_rank", None):
         return

@@ -6,6 +6,8 @@ import torch
 
 import attnops
 from attnops.hf import Decode
+from attnops.hf.attention import over_pages
+from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.steps import precompile
 from tests.hf.decoding import asked, beside, first, generated, replays
 
@@ -111,3 +113,17 @@ def test_no_call_waits_for_inductor_by_itself():
         assert "they are compiled by capture()" in str(pair.handle.report())
         pair.handle.capture(pair.handle.new_cache(2, 20))
         assert pair.same(*CALL).decode == "piecewise"
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_own_layers_take_the_kernels_that_are_there_meanwhile(threads, monkeypatch, built):
+    """The one launch of a step would have to be compiled, too."""
+    calls, real = [], over_pages._in_one_launch
+    monkeypatch.setattr(over_pages, "_in_one_launch", lambda step: (calls.append(1), real(step))[1])
+    monkeypatch.setattr(ModelPages, "one_launch", lambda pages: (True,) * len(pages.sizes.layers))
+    monkeypatch.setattr(ModelPages, "are_built", built)
+    with first() as pair:
+        assert pair.same(*CALL).decode == "hf"
+        assert (len(calls) > 1) is not built, "one is of the layer that was recorded"
+        threads.looks = False
+        assert pair.same(*CALL).decode == "breakable"

@@ -148,11 +148,12 @@ def test_each_kind_of_steps_begins_once_over_the_same_pages(monkeypatch):
 
     def begin_steps(rows, prompt):
         told.clear()
-        first_steps.begin(pages, lambda pages, filled: None, rows, prompt)
+        cache = SimpleNamespace(state=SimpleNamespace())
+        first_steps.begin(pages, lambda pages, filled: cache, rows, prompt)
         return told
 
     assert begin_steps(3, 20) == [(3, 20), (4, 1)]  # four rows are the next bucket
-    assert begin_steps(3, 22) == []
+    assert begin_steps(3, 22) == begin_steps(4, 20) == []
     assert begin_steps(1, 20) == [(1, 20), (1, 1)]
     with attnops.use(deterministic=True):
         assert begin_steps(3, 20) == [(3, 20), (4, 1)]

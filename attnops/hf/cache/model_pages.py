@@ -379,6 +379,12 @@ class ModelPages(Pages):
         return "" if kernel is None else kernel.name
 
     @property
+    def are_built(self) -> bool:
+        """Is none of `kernels` compiled at its first launch?"""
+        named = zip(self.sizes.layers, self.kernels, strict=True)
+        return all(name and kernels_of(layer.op)[name].ahead is None for layer, name in named)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the pages, the workspace, and those of plans."""
         plans = filter(None, tuple(self.known_plans.values()))

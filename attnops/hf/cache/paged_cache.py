@@ -135,7 +135,7 @@ class Ahead(NamedTuple):
     """The batches of coming steps of one token each, valid while the other fields are unchanged.
 
     seen: positions before the first of the steps. start, pad: the padding of the rows of a step,
-    and of all. policy: that in force. one_launch: as in `Step`.
+    and of all. policy: that in force.
     """
 
     seen: int
@@ -143,7 +143,6 @@ class Ahead(NamedTuple):
     pad: Tensor
     policy: str
     batches: tuple[PagedBatch, ...]
-    one_launch: tuple[bool, ...]
 
 
 class Returned:
@@ -173,6 +172,7 @@ class State:
     stays when a layer raises.
     before: positions before the step under way, where it counts as seen before its masks are made.
     ahead: the batches of coming steps of one token, where the host may look at their numbers.
+    waits: the model's own layers run its steps for now, while kernels of graphs are being compiled.
     start, real: set while a step in graphs, of one token each, is traced or captured (see
     `decode`). int64 `[B]`, the padding, and
         bool `[B]`, is the row stored?
@@ -187,6 +187,7 @@ class State:
     real: Tensor | None = None
     before: Tensor | None = None
     ahead: Ahead | None = None
+    waits: bool = False
 
     @property
     def whole(self) -> bool:
@@ -454,8 +455,15 @@ class PagedModelCache(Cache):
         if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
-        one_launch = pages.one_launch() if count == 1 else ()
+        one_launch = self._one_launch() if count == 1 else ()
         return Step(batch, past, fresh, one_launch, planners)
+
+    def _one_launch(self) -> tuple[bool, ...]:
+        """As `ModelPages.one_launch`; empty while kernels are being compiled, where those of
+        attention are there."""
+        waits = self.state.waits and self.state.pages.are_built
+        found: tuple[bool, ...] = () if waits else self.state.pages.one_launch()
+        return found
 
     def _foreseen(self, start: Tensor) -> Step | None:
         """The next step of one token, which is then counted as seen; None where its batch must be
@@ -480,18 +488,17 @@ class PagedModelCache(Cache):
         if ahead is None or not known:
             if pages.plans() is not None:
                 return None
-            batches, one_launch = pages.steps(seen - start, AHEAD), pages.one_launch()
+            batches = pages.steps(seen - start, AHEAD)
             state.unfinished = 1
             pages.advance(start, 1)
             # A copy of the padding: `start` may be memory of the caller's mask.
-            ahead = Ahead(seen, start.clone(), pages.pad.clone(), policy, batches, one_launch)
+            ahead = Ahead(seen, start.clone(), pages.pad.clone(), policy, batches)
             state.ahead = ahead
         else:
             state.unfinished = 1
             pages.seen.add_(1)
-        return Step(
-            ahead.batches[seen - ahead.seen], (None,) * len(pages.windows), False, ahead.one_launch
-        )
+        batch, past = ahead.batches[seen - ahead.seen], (None,) * len(pages.windows)
+        return Step(batch, past, False, self._one_launch())
 
 
 def _captured_by_hand(state: State, before: Tensor) -> bool:

@@ -27,7 +27,7 @@ from attnops.hf.steps.captures import Over
 from attnops.kernels.shared.launch.beside import BESIDE
 from attnops.ops.pages.plan import over_latents
 
-WAIT_S = 0.2
+WAIT_S = 0.1
 """Seconds for which a call waits for kernels that are being compiled. Those that Triton finds on
 disk are loaded in less."""
 
@@ -48,17 +48,22 @@ def begin(
     """Have kernels begin to build what a prompt of `prompt` tokens a row, and the decode steps
     after it, will wait for (`Kernel.ahead`), in the order of their launches.
 
-    Once for the pages, a number of rows, and a policy, with steps and without. make: returns a
+    Once for the pages, a bucket of rows, and a policy, with steps and without. make: returns a
     cache over given pages, with `filled=True` without a change to them. record: records the layers
     of the steps.
     """
-    kind = rows, prompt.bit_length(), active_policy(), record is not None
     sizes = pages.sizes
+    many = next(n for n in sorted(decode_sizes(sizes.rows)) if n >= rows) if sizes.fixed else rows
+    kind = many, prompt.bit_length(), active_policy(), record is not None
     if kind in pages.begun:
         return
     pages.begun.add(kind)
     if not (sizes.device.type == "cpu" or over_latents(sizes.layers[0])):
-        _begin_attention(pages, make, rows, prompt)
+        with contextlib.suppress(Exception):  # steps themselves raise it
+            for count, of in ((prompt, rows), (1, many)):
+                cache = make(pages, filled=True)
+                cache.state.waits = record is not None
+                step(cache, of, count)
     if record is not None:
         with contextlib.suppress(Exception):
             record()
@@ -83,7 +88,8 @@ class Compiling:
                 over.begin(rows)
             if self.under_way(state):
                 self.why = COMPILING
-        return bool(self.why)
+        state.waits = bool(self.why)
+        return state.waits
 
     def under_way(self, state: State) -> bool:
         """Are kernels still being compiled? A call over this cache waits for `WAIT_S` itself. Under
@@ -93,16 +99,6 @@ class Compiling:
         seconds = 0.0 if state in self._waited else WAIT_S
         self._waited.add(state)
         return not BESIDE.compiled(seconds)
-
-
-def _begin_attention(
-    pages: ModelPages, make: Callable[..., PagedModelCache], rows: int, prompt: int
-) -> None:
-    sizes = pages.sizes
-    many = next(n for n in sorted(decode_sizes(sizes.rows)) if n >= rows) if sizes.fixed else rows
-    with contextlib.suppress(Exception):  # steps themselves raise it
-        for count, of in ((prompt, rows), (1, many)):
-            step(make(pages, filled=True), of, count)
 
 
 def step(cache: PagedModelCache, rows: int, count: int) -> None:
