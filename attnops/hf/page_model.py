@@ -35,8 +35,9 @@ from attnops.hf import not_fast
 from attnops.hf.attention.over_pages import hand_over
 from attnops.hf.cache import support as paged_models
 from attnops.hf.cache.idle_pages import MOST_IDLE, Pool
-from attnops.hf.cache.model_pages import DRAFTS, ModelPages, Sizes
+from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in, named, renamed
+from attnops.hf.cache.page_sizes import DRAFTS, Sizes
 from attnops.hf.cache.paged_cache import (
     PagedKeyCache,
     PagedLatentCache,

@@ -5,13 +5,18 @@ import pytest
 import torch
 
 import attnops
+from attnops.core.kernel import kernels_of
+from attnops.core.problem import Target, pretend
 from attnops.hf import Decode
 from attnops.hf.attention import over_pages
 from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.page_sizes import Sizes
 from attnops.hf.steps import precompile
+from attnops.ops import paged_layers
 from tests.hf.decoding import asked, beside, first, generated, replays
 
 CALL = (2, 9, 6)
+SM90 = Target("cuda", 90, assume=("triton",))
 
 
 class Threads:
@@ -116,14 +121,29 @@ def test_no_call_waits_for_inductor_by_itself():
 
 
 @pytest.mark.parametrize("built", [True, False])
-def test_own_layers_take_the_kernels_that_are_there_meanwhile(threads, monkeypatch, built):
+def test_own_layers_take_a_kernel_that_is_there_meanwhile(threads, monkeypatch, built):
     """The one launch of a step would have to be compiled, too."""
     calls, real = [], over_pages._in_one_launch
     monkeypatch.setattr(over_pages, "_in_one_launch", lambda step: (calls.append(1), real(step))[1])
     monkeypatch.setattr(ModelPages, "one_launch", lambda pages: (True,) * len(pages.sizes.layers))
-    monkeypatch.setattr(ModelPages, "are_built", built)
+    if not built:
+        monkeypatch.setattr(ModelPages, "meanwhile", lambda pages: ())
     with first() as pair:
         assert pair.same(*CALL).decode == "hf"
         assert (len(calls) > 1) is not built, "one is of the layer that was recorded"
         threads.looks = False
         assert pair.same(*CALL).decode == "breakable"
+
+
+def test_which_kernel_is_there(threads):
+    """None that threads compile; a forced one alone."""
+    sizes = Sizes(
+        2, 64, (paged_layers(8, 2, 128, 0, torch.bfloat16, 16),), torch.device("cpu"), None
+    )
+    with pretend(SM90):
+        assert ModelPages(sizes).kernels == ("triton",)
+        [there] = ModelPages(sizes).meanwhile()
+        assert kernels_of("paged_attention")[there].ahead is None
+        assert ModelPages(sizes._replace(kernel="triton")).meanwhile() == ()
+        with attnops.use(deny=(there,)):
+            assert there not in ModelPages(sizes).meanwhile()

@@ -5,7 +5,7 @@ import torch
 
 from attnops.hf import tiny
 from attnops.hf.cache import idle_pages
-from attnops.hf.cache.model_pages import Sizes
+from attnops.hf.cache.page_sizes import Sizes
 from attnops.ops import paged_layers
 from tests.hf.decoding import generated
 from tests.hf.helpers import paged

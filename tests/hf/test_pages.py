@@ -12,8 +12,8 @@ from attnops.core.errors import InvalidInput, NoGradient
 from attnops.hf import tiny
 from attnops.hf.attention import over_pages as paged_attention
 from attnops.hf.cache import model_pages
-from attnops.hf.cache.model_pages import DRAFTS
 from attnops.hf.cache.names import named
+from attnops.hf.cache.page_sizes import DRAFTS
 from tests.hf.helpers import (
     KEYED,
     LATENT,

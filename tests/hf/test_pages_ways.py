@@ -9,8 +9,8 @@ import torch
 
 from attnops.core.errors import InvalidInput
 from attnops.hf import PagedKeyCache, PagedLatentCache, tiny
-from attnops.hf.cache.model_pages import DRAFTS
 from attnops.hf.cache.names import cache_in, cache_of, named
+from attnops.hf.cache.page_sizes import DRAFTS
 from tests.hf.helpers import (
     LATENT,
     Counter,

@@ -16,7 +16,8 @@ import attnops
 from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
 from attnops.hf.attention import over_pages as paged
-from attnops.hf.cache.model_pages import ModelPages, Sizes
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.page_sizes import Sizes
 from attnops.hf.steps import graphed_steps as steps
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.lowering import fuse_rotated_write_pass, fuse_rotation_pass

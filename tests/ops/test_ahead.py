@@ -15,7 +15,8 @@ from attnops.core.precompile import ahead, begin, start
 from attnops.core.problem import altered
 from attnops.graphs.split import split
 from attnops.hf.attention import descriptor
-from attnops.hf.cache.model_pages import ModelPages, Sizes
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.page_sizes import Sizes
 from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.steps import precompile as first_steps
 from attnops.ops import paged_attention, paged_layers, write_kv

@@ -235,7 +235,7 @@ def attend_keys(
     elif behind is not None or (view.fresh and count > 1):
         out = _alone(step, behind, dense)
     else:
-        out = _over_pages(step, paged)
+        out = _over_pages(step, paged or view.kernel)
     return out.to(request.query.dtype)
 
 

@@ -11,7 +11,8 @@ from math import inf, isfinite, prod
 import torch
 
 from attnops.core.problem import Problem
-from attnops.hf.cache.model_pages import ModelPages, Sizes, layer_of
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.page_sizes import Sizes, layer_of
 from attnops.hf.cache.paged_cache import PagedModelCache, Returned, State
 
 MOST_IDLE = 2

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
-from attnops.cache.latent import columns_of
-from attnops.cache.ledger import Layer, Room, check_kept
+from attnops.cache.ledger import check_kept
 from attnops.cache.page_size import negotiate_page_size
 from attnops.cache.paged import Pages, fix_address, ordinary
 from attnops.cache.planner import Planner, device_plan
@@ -38,6 +37,7 @@ from attnops.core.select import (
 )
 from attnops.graphs.streams import LastStream
 from attnops.hf.cache.names import NAME
+from attnops.hf.cache.page_sizes import Sizes, room_of
 from attnops.hf.cache.step_plans import Held, Kind, StepPlans, is_asked, mean_plan_us
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
@@ -45,12 +45,6 @@ from attnops.ops.pages.plan import over_latents, step_of
 
 # Padding of a row without tokens: more than any position.
 EMPTY = 2**62
-# New tokens of a row that a sliding layer has room for beside the window, where no more are asked
-# for.
-DRAFTS = 32
-# As `drafts`: any number of positions may be taken back, so that sliding layers have pages for the
-# whole text.
-ALL = 2**30
 # Pages are negotiated as if scratch were free. The workspace is then as large as the chosen kernel
 # asks for.
 _PLENTY = 2**30
@@ -64,49 +58,6 @@ _PLANNED = 8
 # The W tokens of each row's window before a step that is too long for the window's pages: their
 # slots, int64 `[B * W]`, and int64 `[B]`, the first of a row's W entries that is one of its tokens.
 Past = tuple[Tensor, Tensor]
-
-
-class Sizes(NamedTuple):
-    """The request that pages are made for.
-
-    rows: requests.
-    length: tokens of each, padding included.
-    layers: of one kind and dtype; their page_size is 0, for it is still to be chosen.
-    device: of the pages.
-    kernel: the kernel that reads them, or None.
-    drafts: new tokens of a row that a sliding layer has room for beside the window, and that can be
-    taken back. A longer step attends to
-        copies of the window.
-    fixed: graphs are captured over the pages, so the compiler need not know of other sizes.
-    """
-
-    rows: int
-    length: int
-    layers: tuple[Problem, ...]
-    device: torch.device
-    kernel: str | None
-    drafts: int = DRAFTS
-    fixed: bool = False
-
-
-def room_of(sizes: Sizes, page_size: int) -> Room:
-    """The room of these pages."""
-    rows, length = sizes.rows, sizes.length
-    whole = -(-length // page_size)
-    # Two columns at least: the compiler specialises on a table of one.
-    latents = over_latents(sizes.layers[0])
-    columns = columns_of(length, page_size) if latents else max(2, whole)
-    layers = list(map(layer_of, sizes.layers))
-    pages = 1 + rows * whole
-    return Room(layers, pages, page_size, rows, columns, sizes.drafts, length, "max_length")
-
-
-def layer_of(layer: Problem) -> Layer:
-    """What a layer keeps of a token, and the window that it keeps."""
-    if over_latents(layer):
-        return Layer(((layer.head_dim,),))
-    keys, values = (layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.v_head_dim)
-    return Layer((keys, values), layer.rules.window[0] + 1)
 
 
 class Lengths(NamedTuple):
@@ -165,6 +116,7 @@ class ModelPages(Pages):
         chosen = {layer: self._chosen(layer) for layer in self._kinds}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
+        self._meanwhile: dict[str, tuple[str, ...]] = {}  # likewise
         self.known_plans: dict[str, StepPlans | None] = {}
         self.lengths: Lengths | None = None
         self.captured = False
@@ -378,11 +330,25 @@ class ModelPages(Pages):
         ).kernel
         return "" if kernel is None else kernel.name
 
-    @property
-    def are_built(self) -> bool:
-        """Is none of `kernels` compiled at its first launch?"""
-        named = zip(self.sizes.layers, self.kernels, strict=True)
-        return all(name and kernels_of(layer.op)[name].ahead is None for layer, name in named)
+    def meanwhile(self) -> tuple[str, ...]:
+        """For each layer the kernel of a step that needs no compilation at its first launch, under
+        the policy in force, see `State.waits`; empty where a layer has none."""
+        key = _ACTIVE.key
+        if key not in self._meanwhile:
+            found = {layer: self._meanwhile_of(layer) for layer in self._kinds}
+            names = tuple(found[layer] for layer in self.sizes.layers)
+            self._meanwhile[key] = names if all(names) else ()
+        return self._meanwhile[key]
+
+    def _meanwhile_of(self, layer: Problem) -> str:
+        if over_latents(layer):
+            return ""
+        policy = parse_policy(key_for(layer.op, self.sizes.kernel))
+        compiled = (name for name, each in kernels_of(layer.op).items() if each.ahead is not None)
+        denied = tuple(f"{layer.op}:{name}" for name in compiled)
+        decode = altered(self._decode(layer), workspace=self._room)
+        kernel = select(decode, replace(policy, deny=(*policy.deny, *denied))).kernel
+        return "" if kernel is None else kernel.name
 
     @property
     def nbytes(self) -> int:

@@ -84,6 +84,7 @@ class View:
     heads: query heads that the batch's plan was made for. one_launch: do steps of one token take
     `decode_attention`?
     packed: are the tokens of all requests in one row, one request after the other?
+    kernel: the one that attends over the pages; None: it is chosen.
     """
 
     pages: tuple[Tensor, ...]
@@ -94,6 +95,7 @@ class View:
     heads: int = 0
     one_launch: bool = False
     packed: bool = False
+    kernel: str | None = None
     last_layer: ClassVar[int | None] = None
     """The step notes the writes in the cache when its layers return."""
 
@@ -397,6 +399,7 @@ class PagedModelCache(Cache):
             past,
             step.fresh,
             one_launch=one_launch,
+            kernel=self._meanwhile()[number] if count == 1 and self._meanwhile() else None,
         )
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
@@ -459,10 +462,13 @@ class PagedModelCache(Cache):
         return Step(batch, past, fresh, one_launch, planners)
 
     def _one_launch(self) -> tuple[bool, ...]:
-        """As `ModelPages.one_launch`; empty while kernels are being compiled, where those of
-        attention are there."""
-        waits = self.state.waits and self.state.pages.are_built
-        found: tuple[bool, ...] = () if waits else self.state.pages.one_launch()
+        """As `ModelPages.one_launch`; empty where another kernel serves meanwhile."""
+        found: tuple[bool, ...] = () if self._meanwhile() else self.state.pages.one_launch()
+        return found
+
+    def _meanwhile(self) -> tuple[str, ...]:
+        """As `ModelPages.meanwhile`; empty where steps do not wait."""
+        found: tuple[str, ...] = self.state.pages.meanwhile() if self.state.waits else ()
         return found
 
     def _foreseen(self, start: Tensor) -> Step | None:

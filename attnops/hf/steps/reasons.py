@@ -11,8 +11,8 @@ from attnops.core.kernel import kernels_of
 from attnops.core.record import need
 from attnops.core.select import key_for, parse_policy
 from attnops.hf.cache import names as cache_names
-from attnops.hf.cache.model_pages import ALL, DRAFTS
 from attnops.hf.cache.names import cache_in
+from attnops.hf.cache.page_sizes import ALL, DRAFTS
 from attnops.hf.cache.support import has_blocks, is_latent
 from attnops.hf.generation import on_host, running_generation
 from attnops.hf.models.methods import Method, is_compiled, is_replaced
