@@ -58,7 +58,7 @@ from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.decode_loop import Loop
 from attnops.hf.steps.model_facts import Asked, Facts
 from attnops.hf.steps.options import Decode
-from attnops.hf.steps.precompile import begin
+from attnops.hf.steps.precompile import begin, under_way
 from attnops.hf.steps.reasons import (
     Call,
     Reason,
@@ -369,6 +369,9 @@ class PagedMode:
         logits = decoder.try_prompt(given) if calls.is_prompt(given, least) else None
         if logits is None:
             decoder.look = True
+            if isinstance(cache, PagedModelCache):
+                may_have_graphs = decoder.how.mode == "auto" and not decoder.aside
+                cache.state.waits = may_have_graphs and under_way()
             out = method.original(*args, **kwargs)
             decoder.prompts.begin(decoder.turn)
             return out

@@ -44,8 +44,8 @@ def test_steps_run_without_graphs_until_their_kernels_are_compiled(threads):
         took = pair.same(*CALL)
         assert (took.decode, took.why, took.prompt) == ("hf", precompile.COMPILING, "")
         assert pair.handle.plain_steps == CALL[2] - 1 and not pair.handle.graphs.captured
-        assert threads.waited[0] == precompile.WAIT_S and not any(threads.waited[1:])
-        threads.left = 4  # in the middle of a call
+        assert [s for s in threads.waited if s] == [precompile.WAIT_S], "once a call"
+        threads.left = 8  # in the middle of a call
         took = pair.same(*CALL)
         assert (took.decode, took.why) == ("breakable", "")
         assert CALL[2] - 1 < pair.handle.plain_steps < 2 * (CALL[2] - 1)
@@ -59,7 +59,8 @@ def test_steps_that_are_captured_do_not_wait(threads):
         before, threads.looks = replays(pair.handle), True
         assert pair.same(*CALL).decode == "breakable"
         assert replays(pair.handle) == before + CALL[2] - 1 and not pair.handle.plain_steps
-        assert threads.waited == [precompile.WAIT_S], "its prompt is not captured"
+        waited = [s for s in threads.waited if s]
+        assert waited == [precompile.WAIT_S], "its prompt is not captured"
 
 
 def test_prompts_run_the_model_s_own_layers_until_their_kernels_are_compiled(threads):
@@ -121,16 +122,24 @@ def test_no_call_waits_for_inductor_by_itself():
 
 
 @pytest.mark.parametrize("built", [True, False])
-def test_own_layers_take_a_kernel_that_is_there_meanwhile(threads, monkeypatch, built):
-    """The one launch of a step would have to be compiled, too."""
+def test_own_layers_take_kernels_that_are_there_meanwhile(threads, monkeypatch, built):
+    """The one launch of a step would have to be compiled, and so would the write."""
     calls, real = [], over_pages._in_one_launch
     monkeypatch.setattr(over_pages, "_in_one_launch", lambda step: (calls.append(1), real(step))[1])
     monkeypatch.setattr(ModelPages, "one_launch", lambda pages: (True,) * len(pages.sizes.layers))
+    writes, write = set(), over_pages.write_kv
+
+    def noted(*given, kernel):
+        writes.add(kernel)
+        return write(*given, kernel=kernel)
+
+    monkeypatch.setattr(over_pages, "write_kv", noted)
     if not built:
         monkeypatch.setattr(ModelPages, "meanwhile", lambda pages: ())
     with first() as pair:
         assert pair.same(*CALL).decode == "hf"
         assert (len(calls) > 1) is not built, "one is of the layer that was recorded"
+        assert writes == ({"scatter", None} if built else {None}), "None where layers are recorded"
         threads.looks = False
         assert pair.same(*CALL).decode == "breakable"
 
@@ -143,7 +152,10 @@ def test_which_kernel_is_there(threads):
     with pretend(SM90):
         assert ModelPages(sizes).kernels == ("triton",)
         [there] = ModelPages(sizes).meanwhile()
-        assert kernels_of("paged_attention")[there].ahead is None
-        assert ModelPages(sizes._replace(kernel="triton")).meanwhile() == ()
-        with attnops.use(deny=(there,)):
-            assert there not in ModelPages(sizes).meanwhile()
+        for op, name in (("paged_attention", there.attention), ("write_kv", there.write)):
+            assert name is not None and kernels_of(op)[name].ahead is None
+        [forced] = ModelPages(sizes._replace(kernel="triton")).meanwhile()
+        assert forced == (None, there.write)
+        with attnops.use(deny=(there.attention, there.write)):
+            [others] = ModelPages(sizes).meanwhile()
+            assert not {there.attention, there.write} & {*others}

@@ -180,7 +180,7 @@ def test_no_two_tokens_of_a_step_go_to_one_place(monkeypatch):
     model, given = tiny.model("mistral"), []
     real = paged_attention.write_kv
 
-    def spy(key, value, k_pages, v_pages, slots):
+    def spy(key, value, k_pages, v_pages, slots, **more):
         given.append(slots[slots >= 0])
         real(key, value, k_pages, v_pages, slots)
 

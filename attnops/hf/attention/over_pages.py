@@ -29,6 +29,7 @@ from attnops.core.select import active_policy
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.request import Request
+from attnops.hf.cache.meanwhile import Meanwhile
 from attnops.hf.cache.model_pages import Past
 from attnops.hf.cache.paged_cache import Behind, PagedModelCache, View
 from attnops.hf.generation import running_generation
@@ -196,6 +197,9 @@ def _rules(step: _Step) -> dict[str, Any]:
     }
 
 
+_CHOSEN = Meanwhile(None, None)
+
+
 def attend_keys(
     asked: Asked, found: Range, dense: str | None, paged: str | None, varlen: str | None = None
 ) -> Tensor:
@@ -226,7 +230,8 @@ def attend_keys(
         keys = _joined(k_pages, packed, new[0]), _joined(v_pages, packed, new[1])
     elif view.past is not None:
         behind = _with_window(step, view.past)
-    write_kv(*new, k_pages, v_pages, view.batch.slots)
+    there = view.meanwhile or _CHOSEN
+    write_kv(*new, k_pages, v_pages, view.batch.slots, kernel=there.write)
     _wrote(cache, layer)
     if packed is not None:
         out = _packed(step, keys, varlen, packed)
@@ -235,7 +240,7 @@ def attend_keys(
     elif behind is not None or (view.fresh and count > 1):
         out = _alone(step, behind, dense)
     else:
-        out = _over_pages(step, paged or view.kernel)
+        out = _over_pages(step, paged or there.attention)
     return out.to(request.query.dtype)
 
 

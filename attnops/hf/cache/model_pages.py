@@ -36,6 +36,7 @@ from attnops.core.select import (
     workspace_bytes,
 )
 from attnops.graphs.streams import LastStream
+from attnops.hf.cache.meanwhile import Meanwhile, uncompiled
 from attnops.hf.cache.names import NAME
 from attnops.hf.cache.page_sizes import Sizes, room_of
 from attnops.hf.cache.step_plans import Held, Kind, StepPlans, is_asked, mean_plan_us
@@ -116,7 +117,7 @@ class ModelPages(Pages):
         chosen = {layer: self._chosen(layer) for layer in self._kinds}
         self.kernels = tuple(chosen[layer] for layer in sizes.layers)
         self._one_launch: dict[str, tuple[bool, ...]] = {}  # by the policy
-        self._meanwhile: dict[str, tuple[str, ...]] = {}  # likewise
+        self._meanwhile: dict[str, tuple[Meanwhile, ...]] = {}  # likewise
         self.known_plans: dict[str, StepPlans | None] = {}
         self.lengths: Lengths | None = None
         self.captured = False
@@ -302,12 +303,8 @@ class ModelPages(Pages):
             return False
         if forced("decode_attention") or whole.kernel.judge:
             return forced("decode_attention") is not None
-        sizes = {
-            n: getattr(apart, n)
-            for n in ("dtype", "kv_dtype", "kv_heads", "head_dim", "v_head_dim", "page_size")
-        }
-        write = Problem.of("write_kv", apart.target, **sizes, tokens=apart.sizes.tokens)
-        attention, written = (decode_us(select(problem, key)) for problem in (apart, write))
+        both = apart, self._write_of(apart)
+        attention, written = (decode_us(select(problem, key)) for problem in both)
         # The compiler's rotation is a launch more, which moves about as many numbers as the write
         # does.
         return decode_us(whole) < attention + 2 * written
@@ -330,25 +327,25 @@ class ModelPages(Pages):
         ).kernel
         return "" if kernel is None else kernel.name
 
-    def meanwhile(self) -> tuple[str, ...]:
-        """For each layer the kernel of a step that needs no compilation at its first launch, under
-        the policy in force, see `State.waits`; empty where a layer has none."""
+    def meanwhile(self) -> tuple[Meanwhile, ...]:
+        """For each layer, under the policy in force; empty for latents. See `State.waits`."""
         key = _ACTIVE.key
         if key not in self._meanwhile:
             found = {layer: self._meanwhile_of(layer) for layer in self._kinds}
-            names = tuple(found[layer] for layer in self.sizes.layers)
-            self._meanwhile[key] = names if all(names) else ()
+            layers = () if over_latents(self.sizes.layers[0]) else self.sizes.layers
+            self._meanwhile[key] = tuple(found[layer] for layer in layers)
         return self._meanwhile[key]
 
-    def _meanwhile_of(self, layer: Problem) -> str:
-        if over_latents(layer):
-            return ""
-        policy = parse_policy(key_for(layer.op, self.sizes.kernel))
-        compiled = (name for name, each in kernels_of(layer.op).items() if each.ahead is not None)
-        denied = tuple(f"{layer.op}:{name}" for name in compiled)
+    def _meanwhile_of(self, layer: Problem) -> Meanwhile:
         decode = altered(self._decode(layer), workspace=self._room)
-        kernel = select(decode, replace(policy, deny=(*policy.deny, *denied))).kernel
-        return "" if kernel is None else kernel.name
+        key = key_for(layer.op, self.sizes.kernel)
+        return Meanwhile(uncompiled(decode, key), uncompiled(self._write_of(decode), key))
+
+    def _write_of(self, decode: Problem) -> Problem:
+        """The write of a decode step."""
+        names = ("dtype", "kv_dtype", "kv_heads", "head_dim", "v_head_dim", "page_size")
+        sizes = {name: getattr(decode, name) for name in names}
+        return Problem.of("write_kv", decode.target, **sizes, tokens=decode.sizes.tokens)
 
     @property
     def nbytes(self) -> int:

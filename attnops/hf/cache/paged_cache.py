@@ -35,6 +35,7 @@ from attnops.core.record import need
 from attnops.core.select import _ACTIVE
 from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache import names as cache_names
+from attnops.hf.cache.meanwhile import Meanwhile
 from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
 from attnops.hf.cache.step_plans import StepPlans
 
@@ -84,7 +85,7 @@ class View:
     heads: query heads that the batch's plan was made for. one_launch: do steps of one token take
     `decode_attention`?
     packed: are the tokens of all requests in one row, one request after the other?
-    kernel: the one that attends over the pages; None: it is chosen.
+    meanwhile: the kernels that this step takes; None: they are chosen.
     """
 
     pages: tuple[Tensor, ...]
@@ -95,7 +96,7 @@ class View:
     heads: int = 0
     one_launch: bool = False
     packed: bool = False
-    kernel: str | None = None
+    meanwhile: Meanwhile | None = None
     last_layer: ClassVar[int | None] = None
     """The step notes the writes in the cache when its layers return."""
 
@@ -399,7 +400,7 @@ class PagedModelCache(Cache):
             past,
             step.fresh,
             one_launch=one_launch,
-            kernel=self._meanwhile()[number] if count == 1 and self._meanwhile() else None,
+            meanwhile=pages.meanwhile()[number] if self._waits(start) else None,
         )
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
@@ -463,13 +464,16 @@ class PagedModelCache(Cache):
 
     def _one_launch(self) -> tuple[bool, ...]:
         """As `ModelPages.one_launch`; empty where another kernel serves meanwhile."""
-        found: tuple[bool, ...] = () if self._meanwhile() else self.state.pages.one_launch()
+        pages = self.state.pages
+        waits = self.state.waits and pages.meanwhile()
+        there = waits and all(each.attention for each in waits)
+        found: tuple[bool, ...] = () if there else pages.one_launch()
         return found
 
-    def _meanwhile(self) -> tuple[str, ...]:
-        """As `ModelPages.meanwhile`; empty where steps do not wait."""
-        found: tuple[str, ...] = self.state.pages.meanwhile() if self.state.waits else ()
-        return found
+    def _waits(self, start: Tensor) -> bool:
+        """Do layers take other kernels meanwhile? Not on fake tensors, by which kernels begin."""
+        waits = self.state.waits and not isinstance(start, FakeTensor)
+        return bool(waits and self.state.pages.meanwhile())
 
     def _foreseen(self, start: Tensor) -> Step | None:
         """The next step of one token, which is then counted as seen; None where its batch must be

@@ -61,12 +61,17 @@ def begin(
     if not (sizes.device.type == "cpu" or over_latents(sizes.layers[0])):
         with contextlib.suppress(Exception):  # steps themselves raise it
             for count, of in ((prompt, rows), (1, many)):
-                cache = make(pages, filled=True)
-                cache.state.waits = record is not None
-                step(cache, of, count)
+                step(make(pages, filled=True), of, count)
     if record is not None:
         with contextlib.suppress(Exception):
             record()
+
+
+def under_way(seconds: float = 0.0) -> bool:
+    """Are kernels still being compiled after a wait of so many seconds at most? Not so under a
+    deterministic policy, which waits for all: bits may not follow from the time."""
+    looks = BESIDE.looks and not deterministic(active_policy())
+    return looks and not BESIDE.compiled(seconds)
 
 
 class Compiling:
@@ -92,13 +97,11 @@ class Compiling:
         return state.waits
 
     def under_way(self, state: State) -> bool:
-        """Are kernels still being compiled? A call over this cache waits for `WAIT_S` itself. Under
-        a deterministic policy it waits for all: bits may not follow from the time."""
-        if not BESIDE.looks or deterministic(active_policy()):
-            return False
+        """Are kernels still being compiled? A call over this cache waits for `WAIT_S` itself."""
         seconds = 0.0 if state in self._waited else WAIT_S
-        self._waited.add(state)
-        return not BESIDE.compiled(seconds)
+        if found := under_way(seconds):
+            self._waited.add(state)
+        return found
 
 
 def step(cache: PagedModelCache, rows: int, count: int) -> None:
