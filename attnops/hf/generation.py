@@ -54,6 +54,7 @@ class Generation:
     ran it.
     loop: why the loop around its steps is transformers' own, "" where it is not
     (attnops.hf.steps.decode_loop).
+    waits: why its last step had no graph yet; "" where it had one.
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
     around: the generation in whose call this one began, as in a LogitsProcessor.
@@ -74,6 +75,7 @@ class Generation:
     graphs: str = ""
     layers: str = ""
     loop: str = ""
+    waits: str = ""
     last: tuple[Any, ...] = ()
     prepared: tuple[Any, ...] = ()
     around: Generation | None = None
@@ -135,6 +137,19 @@ def on_host(mask: Tensor) -> Tensor:
         running.read = mask, mask._version, mask.to("cpu", torch.bool)
     read: Tensor = running.read[2]
     return read
+
+
+@contextmanager
+def after_others(turn: Any) -> Iterator[None]:
+    """Within the block this thread has a lock. While another one had it, the model may have
+    changed."""
+    if not turn.acquire(blocking=False):
+        look_again()
+        turn.acquire()
+    try:
+        yield
+    finally:
+        turn.release()
 
 
 def look_again() -> None:

@@ -56,7 +56,7 @@ from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.decode_loop import Loop
-from attnops.hf.steps.model_facts import Asked, Facts
+from attnops.hf.steps.model_facts import Facts, ModelFacts
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import begin, under_way
 from attnops.hf.steps.reasons import (
@@ -133,7 +133,7 @@ class PagedMode:
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
-        self._asked: Asked | None = None
+        self._asked: ModelFacts | None = None
         self._kept: tuple[Problem, ...] | None = None
 
     def _modules(self, found: Match) -> list[Any]:
@@ -290,7 +290,7 @@ class PagedMode:
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:
         """A cache of exactly these sizes. Raises InvalidInput, PageSizeConflict,
         torch.OutOfMemoryError."""
-        sizes = self._sizes(self._asks().facts(None), rows, length)
+        sizes = self._sizes(None, rows, length)
         return self.pool.lend(self._over, sizes, page_size, exact=True)
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
@@ -318,17 +318,17 @@ class PagedMode:
         give_back(cache)
         return made
 
-    def _asks(self) -> Asked:
+    def _asks(self) -> ModelFacts:
         if self._asked is None:
             lists, known = self._lists, self.implementation
-            self._asked = Asked(self._owner, self.windows, lists, known)
+            self._asked = ModelFacts(self._owner, self.windows, lists, known)
         return self._asked
 
     def _facts(self) -> Facts:
         """The model as it is now, where its `generate()` chooses a cache."""
         return self._asks().facts(None if self._decoder is None else self._decoder.glance)
 
-    def _sizes(self, facts: Facts, rows: int, length: int, back: int = 0) -> Sizes:
+    def _sizes(self, facts: Facts | None, rows: int, length: int, back: int = 0) -> Sizes:
         """back: positions of a step that may be taken back."""
         device, dtype = self._asks().place(facts)
         module = next(iter(self.windows))

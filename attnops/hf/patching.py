@@ -353,6 +353,7 @@ class Patched(Handle):
             return Took("hf", "hf", generation.why or self._why or no_cache)
         mode = generation.graphs or "hf"
         why = self._why or ("" if self._begun is None else self._begun.why)
+        why = why or ("" if generation.graphs else generation.waits)
         if why:
             return Took("paged", mode, why, "", generation.layers)
         if not generation.graphs and paged.decode.mode != "hf":

@@ -18,9 +18,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls wait for kernels of their graphs, so that a test knows what runs."""
-    from attnops.hf.steps import precompile
+    from attnops.hf.steps import captures
 
-    monkeypatch.setattr(precompile, "WAIT_S", 300.0)
+    monkeypatch.setattr(captures, "WAIT_S", 300.0)
 
 
 @pytest.fixture

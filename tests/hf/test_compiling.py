@@ -7,11 +7,11 @@ import torch
 import attnops
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, pretend
-from attnops.hf import Decode
+from attnops.hf import Decode, Took
 from attnops.hf.attention import over_pages
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.page_sizes import Sizes
-from attnops.hf.steps import precompile
+from attnops.hf.steps import captures, precompile
 from attnops.ops import paged_layers
 from tests.hf.decoding import asked, beside, first, generated, replays
 
@@ -24,11 +24,15 @@ class Threads:
 
     def __init__(self):
         self.looks, self.left, self.waited = True, 10**9, []
+        self.done = self  # a launch, and the event at its end
 
-    def compiled(self, seconds):
+    def pending(self):
+        return [self] if self.looks else []
+
+    def wait(self, seconds):
         self.waited.append(seconds)
         self.left -= 1
-        self.looks = self.left > 0
+        self.looks = self.looks and self.left > 0
         return not self.looks
 
 
@@ -36,6 +40,7 @@ class Threads:
 def threads(monkeypatch):
     found = Threads()
     monkeypatch.setattr(precompile, "BESIDE", found)
+    monkeypatch.setattr(captures, "BESIDE", found)
     return found
 
 
@@ -44,8 +49,8 @@ def test_steps_run_without_graphs_until_their_kernels_are_compiled(threads):
         took = pair.same(*CALL)
         assert (took.decode, took.why, took.prompt) == ("hf", precompile.COMPILING, "")
         assert pair.handle.plain_steps == CALL[2] - 1 and not pair.handle.graphs.captured
-        assert [s for s in threads.waited if s] == [precompile.WAIT_S], "once a call"
-        threads.left = 8  # in the middle of a call
+        assert 0 < threads.waited[0] <= captures.WAIT_S and not any(threads.waited[1:])
+        threads.left = 4  # in the middle of a call
         took = pair.same(*CALL)
         assert (took.decode, took.why) == ("breakable", "")
         assert CALL[2] - 1 < pair.handle.plain_steps < 2 * (CALL[2] - 1)
@@ -59,21 +64,35 @@ def test_steps_that_are_captured_do_not_wait(threads):
         before, threads.looks = replays(pair.handle), True
         assert pair.same(*CALL).decode == "breakable"
         assert replays(pair.handle) == before + CALL[2] - 1 and not pair.handle.plain_steps
-        waited = [s for s in threads.waited if s]
-        assert waited == [precompile.WAIT_S], "its prompt is not captured"
+        assert not threads.waited
 
 
 def test_prompts_run_the_model_s_own_layers_until_their_kernels_are_compiled(threads):
+    with first() as pair:
+        for _ in range(3):
+            assert pair.same(*CALL).prompt == ""
+        assert precompile.COMPILING in str(pair.handle.report())
+        threads.left = 0
+        assert pair.same(*CALL).prompt == "captured"
+        threads.looks = True
+        assert pair.same(*CALL).prompt == "captured"
+
+
+def test_kernels_of_others_are_not_waited_for(threads):
+    """Those that were begun later than the capture's own."""
     threads.looks = False
     with first() as pair:
         pair.same(*CALL)
         threads.looks = True
-        assert pair.same(*CALL).prompt == ""
-        assert precompile.COMPILING in str(pair.handle.report())
-        threads.looks = False
-        assert pair.same(*CALL).prompt == "captured"
-        threads.looks = True
-        assert pair.same(*CALL).prompt == "captured"
+        assert pair.same(*CALL) == Took("paged", "breakable", "", "", "captured")
+
+
+def test_how_a_call_ran_that_came_after_one_that_waited(threads):
+    with first() as pair:
+        assert pair.same(*CALL).why == precompile.COMPILING
+        threads.left = 0
+        pair.same(*CALL)
+        assert pair.same(2, 9, 1) == Took("paged", "", "", "", "captured")
 
 
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
@@ -102,6 +121,7 @@ def test_a_loop_of_one_s_own_begins_the_kernels_of_its_steps(threads, monkeypatc
         want = pair.twin(torch.cat((ids, token), 1), logits_to_keep=1).logits
         got = pair.handle.step(token, cache)
         assert begun == [2] and not pair.handle.graphs.captured
+        assert pair.handle.plain_steps == 1 and pair.decoder.look
         torch.testing.assert_close(got, want)
         threads.looks = False
         pair.handle.step(token, cache)

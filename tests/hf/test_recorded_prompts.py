@@ -1,6 +1,8 @@
 """Prompts of mode "auto" before capture(): recorded layers in graphs from the second of a size on,
 and no compiler."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -446,3 +448,37 @@ def test_release_gives_graphs_back_and_forgets_why():
         pair.handle.release()
         assert pair.decoder.captures.nbytes == 0
         assert ways(pair, [(2, 14, 1)] * 2) == ["", "captured"]
+
+
+def test_a_change_while_another_thread_has_the_turn():
+    """The call has looked at the model when its cache was chosen."""
+    with first() as pair, ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            pair.same(2, 14, 6)
+        began = threading.Event()
+        real = pair.decoder.turn
+
+        class Turn:
+            """Says that a thread waits for it."""
+
+            def acquire(self, blocking=True):
+                began.set()
+                return real.acquire(blocking)
+
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+            def __enter__(self):
+                return self.acquire()
+
+            def __exit__(self, *_):
+                real.release()
+
+        real.acquire()
+        pair.decoder.turn = Turn()
+        call = pool.submit(generated, pair.model, 2, 14, 6)
+        assert began.wait(60)
+        for model in (pair.model, pair.twin):
+            model.lm_head.weight = nn.Parameter(-model.lm_head.weight.detach())
+        real.release()
+        assert torch.equal(call.result(60), generated(pair.twin, 2, 14, 6))

@@ -89,15 +89,17 @@ def test_a_launch_waits_for_the_thread_that_compiles_its_kernel():
     assert order == ["compiled", "launched"] and len(compiler.built) == 1
 
 
-def test_whether_all_is_compiled_by_now():
+def test_what_is_not_yet_compiled():
     compiler, kernel, x = Compiler(held=True), Kernel(), torch.zeros(4)
     found = Beside(compiler)
-    assert found.compiled()
+    assert not found.pending()
     begun(found, (kernel, x, {"rows": 32}), (kernel, x, {"rows": 1}))
-    assert not found.compiled() and not found.compiled(0.01)
-    thread = in_a_thread(compiler.free.set)
-    assert found.compiled(LIMIT) and not found.looks and len(compiler.built) == 2
-    thread.join(LIMIT)
+    one, other = found.pending()
+    assert not one.done.wait(0.01) and not other.done.is_set()
+    compiler.free.set()
+    assert one.done.wait(LIMIT) and other.done.wait(LIMIT)
+    settled(found)
+    assert not found.pending()
 
 
 X = torch.zeros(8)

@@ -3,6 +3,7 @@ could not be made."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -22,10 +23,15 @@ from attnops.hf.cache.idle_pages import gpu_bytes
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.steps.calls import Kind
+from attnops.kernels.shared.launch.beside import BESIDE
 
 MOST = 64
 """States whose graphs are kept, however small these are, and reasons: a model whose weights are
 replaced before every call has a new state each time."""
+
+WAIT_S = 0.1
+"""Seconds for which a call waits for kernels that are being compiled. Those that Triton finds on
+disk are loaded in less."""
 
 TRIES = 3
 """How often a capture is tried again after failures that say nothing of the model."""
@@ -46,6 +52,24 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
+class Building:
+    """The kernels of a capture, which threads compile: all that were under way when it was
+    begun."""
+
+    def __init__(self) -> None:
+        self._launches, self._waited = BESIDE.pending(), False
+
+    def done(self) -> bool:
+        """Are they compiled? The first answer waits for `WAIT_S` at most."""
+        end = time.monotonic() + (0.0 if self._waited else WAIT_S)
+        self._waited = True
+        while self._launches:
+            if not self._launches[-1].done.wait(max(0.0, end - time.monotonic())):
+                return False
+            self._launches.pop()
+        return True
+
+
 @dataclass(eq=False)
 class Over:
     """Graphs over one set of pages.
@@ -53,7 +77,8 @@ class Over:
     cache: a cache of ours over the pages. mode: of the steps; of chunks see `of_prompts`.
     live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran,
     by bucket.
-    counted: buckets that `grew` has seen. begun: buckets of steps that `begin` has begun.
+    counted: buckets that `grew` has seen. building: by bucket what its capture waits for, once it
+    was begun.
     """
 
     cache: PagedModelCache
@@ -62,7 +87,7 @@ class Over:
     live: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     seen: Counter[Any] = field(default_factory=Counter)
     counted: int = 0
-    begun: set[Any] = field(default_factory=set)
+    building: dict[Any, Building] = field(default_factory=dict)
 
     def grew(self) -> bool:
         """Was a bucket captured since it was asked last?"""
@@ -76,13 +101,28 @@ class Over:
         return {"input_ids": ids, "position_ids": ids, "live": live, "cache": self.cache}
 
     def begin(self, rows: int) -> None:
-        """Begin to build what a decode step of so many rows will wait for, once a bucket."""
-        bucket = self.graphed.buckets.find("decode", rows, rows)
-        if bucket in self.begun:
+        """Begin to build what the capture of a decode step of so many rows will wait for, once a
+        bucket."""
+        self._begin(self.graphed.buckets.find("decode", rows, rows), self.given(rows))
+
+    def begin_chunk(self, tokens: int) -> None:
+        """As `begin`, of a chunk of so many tokens."""
+        self._begin(self.graphed.buckets.find("mixed", tokens, 1), self.padding(tokens))
+
+    def _begin(self, bucket: Any, given: dict[str, Any]) -> None:
+        if bucket in self.building:
             return
-        self.begun.add(bucket)
         self.cache.state.pages.use()
-        self.graphed.begin(**self.given(rows))
+        try:
+            self.graphed.begin(**given)
+        finally:
+            self.building[bucket] = Building()
+
+    def is_built(self, kind: BucketKind, tokens: int, requests: int) -> bool:
+        """Is all compiled by now that the capture of this bucket waits for, as far as it was
+        begun?"""
+        found = self.building.get(self.graphed.buckets.find(kind, tokens, requests))
+        return found is None or found.done()
 
     @property
     def recorded(self) -> bool:

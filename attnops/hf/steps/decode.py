@@ -29,7 +29,7 @@ from attnops.hf import not_fast
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
-from attnops.hf.generation import look_again
+from attnops.hf.generation import after_others, look_again
 from attnops.hf.steps.calls import (
     Kind,
     kind_of,
@@ -53,7 +53,7 @@ from attnops.hf.steps.captures import (
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance, holds
 from attnops.hf.steps.options import Decode
-from attnops.hf.steps.precompile import Compiling
+from attnops.hf.steps.precompile import keeps
 from attnops.hf.steps.prompt import Prompts
 from attnops.hf.steps.reasons import runs_hooks
 from attnops.lowering import Product
@@ -78,7 +78,6 @@ class Decoder:
     model's own layers, and at every prompt.
     glance: the model when it was last looked at; None: it is looked at anew.
     aside: why the model's steps and prompts run without graphs; "" where they may have some.
-    compiling: the kernels that steps wait for.
     last_mode: of the last step.
     turn: a thread's turn to capture and replay: there is one buffer set a set of pages, and one
     tracer.
@@ -95,8 +94,7 @@ class Decoder:
         self.how, self.plain_steps, self.look = how, 0, True
         self.failures = Failures[Failed]()
         self.regions: Regions | None = None
-        self.compiling = Compiling()
-        self.prompts = Prompts(model, forward, how.inner, how.pack, self.compiling)
+        self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
         self._code: Any = None  # that of what is compiled: `free` forgets the glance alone
         self._recorded: Recorded = {}  # layers of the present state, for graphs over any pages
@@ -178,7 +176,7 @@ class Decoder:
             for mode in ("piecewise", "breakable")
         ]
         reasons = dict.fromkeys(map(self.failures.why, kinds))
-        return self.aside or "; ".join(filter(None, reasons)) or self.compiling.why
+        return self.aside or "; ".join(filter(None, reasons))
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be
@@ -213,6 +211,8 @@ class Decoder:
                     logits = self._replayed(input_ids, state, position_ids)
                     if logits is not None:
                         return logits
+                    self.plain_steps += 1
+                    self.look = True
                 except SideEffect as error:
                     self._set_aside(error, state)
             return plain_step(
@@ -224,8 +224,9 @@ class Decoder:
     ) -> Tensor | None:
         """None: kernels of the step are still being compiled."""
         with self._graphs_of(state, input_ids.shape[0]) as found:
-            waits = self.how.mode == "auto" and not self._at_once
-            if waits and self.compiling.keeps(found, input_ids.shape[0], state):
+            may_wait = self.how.mode == "auto" and not self._at_once
+            state.waits = may_wait and keeps(found, input_ids.shape[0])
+            if state.waits:
                 return None
             live = found.live[: input_ids.shape[0]]
             if position_ids is None:
@@ -319,7 +320,7 @@ class Decoder:
         given: the arguments of a call of the model, with a cache of ours.
         """
         state = cache_in(given).state
-        with self.turn:
+        with after_others(self.turn):
             self._without.discard(state)
             compiled = self._at_once and not cache_in(given).latent
             recorded = self.how.mode == "auto" and not compiled

@@ -26,7 +26,7 @@ class Facts:
     relisted: which list of layers has others than at patch(); "" for none.
     elsewhere: an attention to which a layer was switched after the patch, and which does not know
     pages.
-    place: of `Asked.place`, once it was asked for.
+    place: of `ModelFacts.place`, once it was asked for.
     """
 
     hooks: list[tuple[Any, Any]]
@@ -36,7 +36,7 @@ class Facts:
     place: tuple[torch.device, torch.dtype] | None = None
 
 
-class Asked:
+class ModelFacts:
     """A model whose `modules` have pages. Facts are kept as long as nothing has changed since a
     glance at the model.
 
@@ -81,13 +81,16 @@ class Asked:
         names = (config._attn_implementation_internal for config in configs.values())
         return next((str(name) for name in names if name != self._implementation), None)
 
-    def place(self, facts: Facts) -> tuple[torch.device, torch.dtype]:
+    def place(self, facts: Facts | None = None) -> tuple[torch.device, torch.dtype]:
         """The device and the dtype of all pages. facts: of now. Raises InvalidInput where layers
         differ."""
-        if facts.place is None:
-            places = {support.where(module, self._owner) for module in self._modules}
-            got = ", ".join(sorted(f"{name(dtype)} on {device}" for device, dtype in places))
-            want = "one dtype and one device for all pages"
-            need(len(places) == 1, "attention layers", got, want)
-            [facts.place] = places
-        return facts.place
+        if facts is not None and facts.place is not None:
+            return facts.place
+        places = {support.where(module, self._owner) for module in self._modules}
+        got = ", ".join(sorted(f"{name(dtype)} on {device}" for device, dtype in places))
+        want = "one dtype and one device for all pages"
+        need(len(places) == 1, "attention layers", got, want)
+        [place] = places
+        if facts is not None:
+            facts.place = place
+        return place

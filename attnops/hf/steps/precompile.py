@@ -1,14 +1,12 @@
 """Kernels of the first steps over new pages begin to be compiled before the model runs, while its
 first layers are on their way.
 
-No call waits for them for long: `Compiling` says whether the model's own layers are to run its
-steps and prompts meanwhile."""
+No call waits for them for long: the model's own layers run its steps and prompts meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +20,11 @@ from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.over_pages import Asked, attend_keys
 from attnops.hf.attention.request import Request
 from attnops.hf.cache.model_pages import ModelPages
-from attnops.hf.cache.paged_cache import PagedModelCache, State
+from attnops.hf.cache.paged_cache import PagedModelCache
+from attnops.hf.generation import running_generation
 from attnops.hf.steps.captures import Over
 from attnops.kernels.shared.launch.beside import BESIDE
 from attnops.ops.pages.plan import over_latents
-
-WAIT_S = 0.1
-"""Seconds for which a call waits for kernels that are being compiled. Those that Triton finds on
-disk are loaded in less."""
 
 COMPILING = "its kernels are still being compiled"
 
@@ -67,41 +62,33 @@ def begin(
             record()
 
 
-def under_way(seconds: float = 0.0) -> bool:
-    """Are kernels still being compiled after a wait of so many seconds at most? Not so under a
-    deterministic policy, which waits for all: bits may not follow from the time."""
-    looks = BESIDE.looks and not deterministic(active_policy())
-    return looks and not BESIDE.compiled(seconds)
+def keeps(over: Over, rows: int) -> bool:
+    """Would the capture of a step of so many rows wait for kernels? They begin here if they have
+    not begun. Not under a deterministic policy, which waits: bits may not follow from the time."""
+    found = not over.captured("decode", rows, rows)
+    if found:
+        with contextlib.suppress(Exception):  # the capture raises it
+            over.begin(rows)
+        found = not (deterministic(active_policy()) or over.is_built("decode", rows, rows))
+    if (running := running_generation()) is not None:
+        running.waits = COMPILING if found else ""
+    return found
 
 
-class Compiling:
-    """The kernels of captures, which threads compile.
+def keeps_chunks(chunks: Sequence[tuple[Over, int]]) -> bool:
+    """As `keeps`, of graphs and numbers of tokens."""
+    new = [(over, n) for over, n in chunks if not over.captured("mixed", n, 1)]
+    for over, tokens in new:
+        with contextlib.suppress(Exception):
+            over.begin_chunk(tokens)
+    waits = not deterministic(active_policy())
+    return waits and not all(over.is_built("mixed", tokens, 1) for over, tokens in new)
 
-    why: why the last step ran without a graph; "" where it had one.
-    """
 
-    def __init__(self) -> None:
-        self.why = ""
-        self._waited: weakref.WeakSet[State] = weakref.WeakSet()
-
-    def keeps(self, over: Over, rows: int, state: State) -> bool:
-        """Would the capture of a step of so many rows wait for kernels? They begin here if they
-        have not begun."""
-        self.why = ""
-        if not over.captured("decode", rows, rows):
-            with contextlib.suppress(Exception):  # the capture raises it
-                over.begin(rows)
-            if self.under_way(state):
-                self.why = COMPILING
-        state.waits = bool(self.why)
-        return state.waits
-
-    def under_way(self, state: State) -> bool:
-        """Are kernels still being compiled? A call over this cache waits for `WAIT_S` itself."""
-        seconds = 0.0 if state in self._waited else WAIT_S
-        if found := under_way(seconds):
-            self._waited.add(state)
-        return found
+def under_way() -> bool:
+    """Are kernels being compiled, so that others may serve meanwhile? Not under a deterministic
+    policy."""
+    return BESIDE.looks and not deterministic(active_policy())
 
 
 def step(cache: PagedModelCache, rows: int, count: int) -> None:

@@ -42,7 +42,7 @@ from attnops.graphs.per_layer import NotRegional, Regions, Twin
 from attnops.graphs.stale import uncached_casts
 from attnops.hf.attention.descriptor import padding_of
 from attnops.hf.cache.names import argument, cache_in
-from attnops.hf.cache.paged_cache import PagedModelCache, State, Step
+from attnops.hf.cache.paged_cache import PagedModelCache, Step
 from attnops.hf.steps.calls import more
 from attnops.hf.steps.captures import Failures, Over, passing
 from attnops.hf.steps.chunks import (
@@ -54,7 +54,7 @@ from attnops.hf.steps.chunks import (
     windows_behind,
 )
 from attnops.hf.steps.compiled_layers import Here, modules_of
-from attnops.hf.steps.precompile import COMPILING, Compiling
+from attnops.hf.steps.precompile import COMPILING, keeps_chunks
 from attnops.lowering import merge_linears_pass
 from attnops.nn.latent import is_viewed
 
@@ -93,7 +93,7 @@ class _NotCaptured(Exception):
 class Prompts:
     """The prompts of one model.
 
-    forward: the model's own. regions: the compiled layers. compiling: the kernels of captures.
+    forward: the model's own. regions: the compiled layers.
     failures: why there are no "layers", or no graphs of them.
     due: by their mode graphs, and the tokens of a chunk to record for them, see `begin`. A prompt
         that failed may leave them.
@@ -108,10 +108,8 @@ class Prompts:
         forward: Callable[..., Any],
         inner: str | Inner,
         pack: bool,
-        compiling: Compiling,
     ) -> None:
         self._model, self._forward, self._inner = model, forward, inner
-        self._compiling = compiling
         self._passes = (merge_linears_pass,) if pack else ()
         self.why, self.took, self._ran = "", "", False
         self._failed = False  # has a capture of this prompt failed? Its later chunks try none
@@ -198,7 +196,8 @@ class Prompts:
         self, given: dict[str, Any], graphs: Callable[[bool], Over], recorded: bool
     ) -> Tensor | None:
         """Logits `[B, 1, V]` of the last tokens. None, with the reason in `why`, where the model's
-        own layers must run them; the cache is as it was then, and where an error is raised.
+        own layers must run them; the cache is as it was then, and where an error is raised but for
+        later chunks over windows, see `_parts`.
 
         graphs: returns the graphs over the pages, of first chunks (True) or of later ones.
         recorded: graphs hold recorded layers, and no layers are compiled.
@@ -226,7 +225,8 @@ class Prompts:
         if self.why:
             return None
         over = self._graphs_of(parts, graphs, recorded)
-        if not self.why and recorded and self._awaits(parts, over, state):
+        chunks = [(each, part.size) for each, part in zip(over, parts, strict=False) if each]
+        if not self.why and recorded and keeps_chunks(chunks):
             self.why = COMPILING
         if self.why:
             return None
@@ -277,14 +277,6 @@ class Prompts:
             self.why = against[0]
         return [None if isinstance(each, str) else each for each in due]
 
-    def _awaits(self, parts: list[Part], over: list[Over | None], state: State) -> bool:
-        """Would a capture of one of these chunks wait for kernels?"""
-        ready = (
-            graphs is None or graphs.captured("mixed", part.size, 1)
-            for part, graphs in zip(parts, over, strict=True)
-        )
-        return not all(ready) and self._compiling.under_way(state)
-
     def _due(self, part: Part, graphs: Callable[[bool], Over], after: int) -> Over | str:
         """The graphs that have a chunk, or why it has none by now. after: as `CAPTURE_AFTER`."""
         if why := self.uncaptured(part.fresh):
@@ -317,7 +309,7 @@ class Prompts:
                     continue  # they were freed
                 self._begun.add(mode)
                 with suppress(Exception):  # the capture raises it
-                    over.graphed.begin(**over.padding(tokens))
+                    over.begin_chunk(tokens)
 
     def _tried(
         self,
@@ -333,6 +325,8 @@ class Prompts:
         except SideEffect:
             raise
         except _NotCaptured as error:
+            if self._overwrote:
+                raise
             self.why = str(error)
             return None
         except Exception as error:

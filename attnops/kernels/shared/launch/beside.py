@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -202,17 +201,10 @@ class Beside:
             found.done.wait()
         return False
 
-    def compiled(self, seconds: float = 0.0) -> bool:
-        """Have the threads compiled all that was begun? Waits for them so many seconds at most."""
-        end = time.monotonic() + seconds
-        while self.looks:
-            with self._lock:
-                launch = next(iter(self._launches.values()), None)
-            if launch is None:
-                return True  # another thread notes launches
-            if not launch.done.wait(max(0.0, end - time.monotonic())):
-                return False
-        return True
+    def pending(self) -> list[Launch]:
+        """Those whose kernels are not yet compiled."""
+        with self._lock:
+            return list(self._launches.values())
 
     def _compiles(self, kernel: Any) -> bool:
         """Is there a launch of it that is not yet compiled?"""
