@@ -223,8 +223,8 @@ def first_steps(reports: Reports) -> str:
     words = Words(
         title=f"The first steps in graphs are done after {soon} s, those of transformers' "
         f"compiled model after {theirs} s",
-        about=f"{report.get('device')}, empty compile caches. patch(model) begins with graphs "
-        "that need no compiler, and compiles later",
+        about=f"{report.get('device')}, empty compile caches. patch(model) takes graphs "
+        "that need no compiler",
         unit="s until the first steps are done; shorter is better",
     )
     groups = [

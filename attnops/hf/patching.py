@@ -342,8 +342,8 @@ class Patched(Handle):
 
     @property
     def plain_steps(self) -> int:
-        """Steps of one token of `generate()` that ran without graphs, because these were in use or
-        the step asked for more than logits."""
+        """Steps of one token that ran without graphs, because the step asked for more than logits,
+        or because graphs could not be made, or not yet."""
         return 0 if self._begun is None else self._begun.plain_steps
 
     def _taken(self, generation: Generation) -> Took:
@@ -452,7 +452,7 @@ def patch(
         decode: how the steps of `generate()` after the prompt run: "piecewise" or "breakable" CUDA
             graphs (docs/graphs.md) over pages, captured when a bucket of rows is first met; "hf",
             as transformers does it; "auto": on a GPU graphs that need no compiler, and
-            piecewise ones after some hundred steps. A `Decode` has more to set.
+            piecewise ones after `Patched.capture`. A `Decode` has more to set.
 
     Returns:
         The handle. A second call on the same model returns the same handle.

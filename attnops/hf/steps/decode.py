@@ -66,8 +66,8 @@ class Decoder:
 
     forward: the model's own, which `decode=` replaced.
     make: returns a cache over given pages, which keep their tokens.
-    plain_steps: steps of `generate()` that ran without graphs, because they asked for more than
-    logits, or because graphs could not be made, or not yet.
+    plain_steps: steps that ran without graphs, because they asked for more than logits, or because
+    graphs could not be made, or not yet.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
     prompts: the compiled layers of prompts. captures: all graphs.
     products: the linears of compiled steps and the kernels of their calls, equal ones of all traces
