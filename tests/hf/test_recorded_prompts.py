@@ -19,7 +19,7 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.models import methods
 from attnops.hf.steps import model_state, prompt
-from attnops.hf.steps.captures import TRIES
+from attnops.hf.steps.captures import TRIES, Over
 from attnops.hf.steps.chunks import packed
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import Failing, first, generated, logits, turns
@@ -138,7 +138,7 @@ def test_later_chunks_that_cannot_be_captured_cost_first_ones_nothing(error, tri
         return step(prompts, tokens, positions, counts, before, last, fresh, *more)
 
     monkeypatch.setattr(prompt.Prompts, "step", fails)
-    monkeypatch.setattr(prompt.Prompts, "begin", lambda *_: None)
+    monkeypatch.setattr(Over, "begin_chunk", lambda *_: None)
     monkeypatch.setattr(prompt, "CHUNK", 64)
     with first() as pair:
         assert not any(ways(pair, [(2, 150, 2)] * 8))

@@ -11,6 +11,7 @@ from attnops.graphs.per_layer import NotRegional
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps import prompt
+from attnops.hf.steps.captures import Over
 from tests.hf.decoding import beside, first, turns
 from tests.hf.helpers import left_padded, near, positions, relative, tokens
 
@@ -147,7 +148,7 @@ def test_a_capture_that_fails_overwrites_nothing(mode, bounds, monkeypatch):
         return step(prompts, tokens, positions, counts, before, last, fresh, *more)
 
     monkeypatch.setattr(prompt.Prompts, "step", fails)
-    monkeypatch.setattr(prompt.Prompts, "begin", lambda *_: None)
+    monkeypatch.setattr(Over, "begin_chunk", lambda *_: None)
     with beside("gemma3", mode, compile_after=99) as pair:
         cache, mask = pair.handle.new_cache(3, 160), left_padded(3, 110)
         pair.decoder._at_once = mode == "piecewise"

@@ -138,7 +138,7 @@ class Ahead(NamedTuple):
     """The batches of coming steps of one token each, valid while the other fields are unchanged.
 
     seen: positions before the first of the steps. start, pad: the padding of the rows of a step,
-    and of all. policy: that in force.
+    and of all. policy: that in force. one_launch: as in `ModelPages`.
     """
 
     seen: int
@@ -146,6 +146,7 @@ class Ahead(NamedTuple):
     pad: Tensor
     policy: str
     batches: tuple[PagedBatch, ...]
+    one_launch: tuple[bool, ...]
 
 
 class Returned:
@@ -498,17 +499,18 @@ class PagedModelCache(Cache):
         if ahead is None or not known:
             if pages.plans() is not None:
                 return None
-            batches = pages.steps(seen - start, AHEAD)
+            batches, one_launch = pages.steps(seen - start, AHEAD), pages.one_launch()
             state.unfinished = 1
             pages.advance(start, 1)
             # A copy of the padding: `start` may be memory of the caller's mask.
-            ahead = Ahead(seen, start.clone(), pages.pad.clone(), policy, batches)
+            ahead = Ahead(seen, start.clone(), pages.pad.clone(), policy, batches, one_launch)
             state.ahead = ahead
         else:
             state.unfinished = 1
             pages.seen.add_(1)
         batch, past = ahead.batches[seen - ahead.seen], (None,) * len(pages.windows)
-        return Step(batch, past, False, self._one_launch())
+        one_launch = self._one_launch() if state.waits else ahead.one_launch
+        return Step(batch, past, False, one_launch)
 
 
 def _captured_by_hand(state: State, before: Tensor) -> bool:

@@ -33,6 +33,9 @@ WAIT_S = 0.1
 """Seconds for which a call waits for kernels that are being compiled. Those that Triton finds on
 disk are loaded in less."""
 
+FEW = 64
+"""Tokens of chunks whose linears have other kernels than those of more."""
+
 TRIES = 3
 """How often a capture is tried again after failures that say nothing of the model."""
 
@@ -77,8 +80,8 @@ class Over:
     cache: a cache of ours over the pages. mode: of the steps; of chunks see `of_prompts`.
     live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran,
     by bucket.
-    counted: buckets that `grew` has seen. building: by bucket what its capture waits for, once it
-    was begun.
+    counted: buckets that `grew` has seen. building: what captures wait for, once they were begun:
+    by bucket of steps, and by `_of_chunks`.
     """
 
     cache: PagedModelCache
@@ -106,22 +109,28 @@ class Over:
         self._begin(self.graphed.buckets.find("decode", rows, rows), self.given(rows))
 
     def begin_chunk(self, tokens: int) -> None:
-        """As `begin`, of a chunk of so many tokens."""
-        self._begin(self.graphed.buckets.find("mixed", tokens, 1), self.padding(tokens))
+        """As `begin`, of a chunk of so many tokens: once for few tokens, and once for more, which
+        share kernels."""
+        self._begin(_of_chunks(tokens), self.padding(tokens))
 
-    def _begin(self, bucket: Any, given: dict[str, Any]) -> None:
-        if bucket in self.building:
+    def _begin(self, kind: Any, given: dict[str, Any]) -> None:
+        if kind in self.building:
             return
         self.cache.state.pages.use()
         try:
             self.graphed.begin(**given)
         finally:
-            self.building[bucket] = Building()
+            self.building[kind] = Building()
 
-    def is_built(self, kind: BucketKind, tokens: int, requests: int) -> bool:
-        """Is all compiled by now that the capture of this bucket waits for, as far as it was
+    def is_step_built(self, rows: int) -> bool:
+        """Is all compiled by now that the capture of such a step waits for, as far as it was
         begun?"""
-        found = self.building.get(self.graphed.buckets.find(kind, tokens, requests))
+        found = self.building.get(self.graphed.buckets.find("decode", rows, rows))
+        return found is None or found.done()
+
+    def is_chunk_built(self, tokens: int) -> bool:
+        """As `is_step_built`, of a chunk."""
+        found = self.building.get(_of_chunks(tokens))
         return found is None or found.done()
 
     @property
@@ -145,6 +154,11 @@ class Over:
         bucket = self.graphed.buckets.find("mixed", tokens, 1)
         self.seen[bucket] += 1
         return self.seen[bucket]
+
+
+def _of_chunks(tokens: int) -> str:
+    """The chunks that share kernels with one of so many tokens."""
+    return "few tokens" if tokens <= FEW else "more tokens"
 
 
 def over_steps(cache: PagedModelCache, graphed: Graphed, mode: str) -> Over:

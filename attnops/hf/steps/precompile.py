@@ -69,7 +69,7 @@ def keeps(over: Over, rows: int) -> bool:
     if found:
         with contextlib.suppress(Exception):  # the capture raises it
             over.begin(rows)
-        found = not (deterministic(active_policy()) or over.is_built("decode", rows, rows))
+        found = not (deterministic(active_policy()) or over.is_step_built(rows))
     if (running := running_generation()) is not None:
         running.waits = COMPILING if found else ""
     return found
@@ -82,7 +82,7 @@ def keeps_chunks(chunks: Sequence[tuple[Over, int]]) -> bool:
         with contextlib.suppress(Exception):
             over.begin_chunk(tokens)
     waits = not deterministic(active_policy())
-    return waits and not all(over.is_built("mixed", tokens, 1) for over, tokens in new)
+    return waits and not all(over.is_chunk_built(tokens) for over, tokens in new)
 
 
 def under_way() -> bool:
