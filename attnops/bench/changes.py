@@ -214,11 +214,24 @@ def dtypes(sizes: Sizes, at: int, some: Random) -> Turn:
     """The model's weights in two dtypes in turn."""
 
     def turn(side: Side, logits: bool) -> Output:
-        other = torch.float16 if side.setup.on_gpu else torch.bfloat16
-        side.model.to(other if at % 2 == 0 else side.setup.dtype)
+        side.model.to(other_dtype(side.setup) if at % 2 == 0 else side.setup.dtype)
         return side.call(logits)
 
     return turn
+
+
+def in_both_dtypes(setup: Setup, model: Any) -> list[Any]:
+    """The model with numbers that both dtypes of `dtypes` hold, so that no turn rounds them: the
+    frequencies of a rotation are of float32."""
+    found = models.twin(model)
+    for dtype in 2 * (other_dtype(setup), setup.dtype):
+        found.to(dtype)
+    return [found]
+
+
+def other_dtype(setup: Setup) -> torch.dtype:
+    """The one that a stream changes to."""
+    return torch.float16 if setup.on_gpu else torch.bfloat16
 
 
 def two_models(sizes: Sizes, at: int, some: Random) -> Turn:
@@ -276,7 +289,7 @@ KINDS = {
     "policies": Kind(policies),
     "threads": Kind(threads),
     "adapters": Kind(adapters, adapted),
-    "dtypes": Kind(dtypes),
+    "dtypes": Kind(dtypes, in_both_dtypes),
     "two models": Kind(two_models, beside_another),
 }
 
