@@ -4,6 +4,7 @@ long for the test."""
 import gc
 import weakref
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -73,10 +74,11 @@ def test_chunks_over_pages_are_compared_in_their_graphs(in_graphs):
 def test_one_way_is_in_memory_at_a_time(monkeypatch):
     fill, caches, alive = random_caches.fill, [], []
 
-    def counted(cache, *given):
-        alive.append(sum(each() is not None for each in caches))
-        caches.append(weakref.ref(cache))
-        return fill(cache, *given)
+    def counted(cache, model, rows, length, dtype):
+        if length == 40:
+            alive.append(sum(each() not in (None, cache) for each in caches))
+            caches.append(weakref.ref(cache))
+        return fill(cache, model, rows, length, dtype)
 
     monkeypatch.setattr(random_caches, "fill", counted)
     gc.disable()
@@ -98,22 +100,30 @@ def another_head(call):
     return call._replace(query=call.query.roll(1, 1))
 
 
+def no_own_token(call):
+    """A step reads what was there before it."""
+    return call._replace(seq_lens=call.seq_lens - 1)
+
+
 MUTANTS = {"right": lambda call: call, "no_page": no_page, "another_head": another_head}
+OF_STEPS = {"no_own_token": no_own_token}
 NOW = {"name": "right"}
 """A call like an earlier one takes the earlier one's kernel, which looks here."""
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-@pytest.mark.parametrize("suite", ["decode", "prefill"])
-def test_a_page_that_is_not_read_and_a_wrong_head_have_no_time(suite, name, in_graphs, monkeypatch):
-    """In bfloat16, as on a GPU, where one of 64 pages is left out."""
-    page, pages = 16, 64
+@pytest.mark.parametrize(
+    ("suite", "name"),
+    [*product(("decode", "prefill"), MUTANTS), *(("decode", name) for name in OF_STEPS)],
+)
+def test_what_is_not_read_and_a_wrong_head_have_no_time(suite, name, in_graphs, monkeypatch):
+    """In bfloat16, as on a GPU, where one of 64 pages is left out, or one of 4,096 tokens."""
+    page, pages = 16, 256 if name in OF_STEPS else 64
     in_graphs(256)
     monkeypatch.setitem(NOW, "name", name)
     monkeypatch.setattr(Setup, "dtype", torch.bfloat16)
     right, patch = kernels_of("paged_attention")["sdpa"].run, attnops.hf.patch
-    new_cache = attnops.hf.Patched.new_cache
-    exchange(monkeypatch, "paged_attention", "sdpa", lambda call: right(MUTANTS[NOW["name"]](call)))
+    new_cache, mutant = attnops.hf.Patched.new_cache, MUTANTS | OF_STEPS
+    exchange(monkeypatch, "paged_attention", "sdpa", lambda call: right(mutant[NOW["name"]](call)))
     monkeypatch.setattr(attnops.hf, "patch", lambda one, **more: patch(one, kernel="sdpa", **more))
     monkeypatch.setattr(
         attnops.hf.Patched,

@@ -297,18 +297,20 @@ def release() -> None:
 
 
 def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
-    """The error of logits: relative to exact ones in the first rows; in others half of that to
-    `eager`, which is off, too."""
+    """The error of logits `[B, N, V]`: relative to exact ones in the first rows; in others half of
+    that to `eager`, which is off, too. Of several such `[K, B, N, V]`: the largest."""
     # Of a model with experts the median row counts: where two experts tie, rounding chooses between
     # them.
     off = partial(relative_error, quantile=0.5 if experts(model.config) else 1.0)
 
     def larger(got: Tensor, want: Tensor) -> float:
-        rows = want.shape[0]
-        return (
-            inf
-            if got.shape != eager.shape
-            else max(off(got[:rows], want), off(got[rows:], eager[rows:]) / 2)
+        if got.shape != eager.shape:
+            return inf
+        rows = want.shape[-3]
+        each = (t.reshape(-1, *t.shape[-3:]) for t in (got, want, eager))
+        return max(
+            max(off(one[:rows], exact), off(one[rows:], other[rows:]) / 2)
+            for one, exact, other in zip(*each, strict=True)
         )
 
     return larger
@@ -449,13 +451,22 @@ def exactly(
     )
 
 
+def exact_steps(model: Any, prompt: Tensor, new: Tensor) -> Tensor:
+    """Logits `[2, B, N, V]` of steps, as of `exactly`, after a random cache of the prompt's size,
+    and after a short one."""
+    length = prompt.shape[1]
+    sizes = length, random_caches.short_of(length)
+    return torch.stack([exactly(model, prompt[:, :n], new, random=True) for n in sizes])
+
+
 @torch.no_grad()
 def exact_tail(model: Any, prompt: Tensor) -> Tensor:
-    """Logits `[B, 1, V]` of a prompt whose last tokens run after a random cache."""
+    """Logits `[2, B, 1, V]` of a prompt whose last tokens run after a random cache, and after a
+    short one."""
     wide = widened(model)
-    cache = transformers.DynamicCache(config=wide.config)
+    empty = partial(transformers.DynamicCache, config=wide.config)
     with InChunks():
-        return random_caches.logits_after(wide, wide, cache, prompt, wide_dtype(model))
+        return random_caches.logits_after(wide, wide, empty, prompt, wide_dtype(model))
 
 
 def rewinder(cache: Any) -> Run:
