@@ -18,6 +18,7 @@ import attnops.bench
 import attnops.hf
 from attnops.bench import Point, Setup, chunks, decode, first_token, models, random_caches, ways
 from attnops.core.kernel import kernels_of
+from attnops.graphs import Graphed
 from attnops.hf import Decode
 from attnops.hf.steps import prompt
 from tests.graphs.standin import StandIn
@@ -65,10 +66,29 @@ def test_every_way_is_right_at_a_long_point(suite, share):
         assert share in row and ("of_hf_eager" in row) is (row["way"] != "hf_eager")
 
 
-def test_chunks_over_pages_are_compared_in_their_graphs(in_graphs):
+def test_chunks_over_pages_are_compared_in_their_graphs(in_graphs, monkeypatch):
+    """After both random caches."""
     in_graphs(64)
+    after, replay = random_caches.logits_after, Graphed._replay
+    replayed, within = [], []
+
+    def seen(graphed, entry, *given):
+        if within:
+            replayed.append((entry.bucket.kind, entry.bucket.tokens))
+        return replay(graphed, entry, *given)
+
+    def logits_after(forward, *given):
+        within[:] = [True]
+        try:
+            return after(forward, *given)
+        finally:
+            within.clear()
+
+    monkeypatch.setattr(Graphed, "_replay", seen)
+    monkeypatch.setattr(random_caches, "logits_after", logits_after)
     row = measured("prefill", Point(1, 192))["attnops_prompt"]
     assert row["error"] <= row["budget"] < 1e-3
+    assert replayed == [("mixed", 64)] * 2
 
 
 def test_one_way_is_in_memory_at_a_time(monkeypatch):
@@ -184,6 +204,15 @@ def test_a_text_beyond_the_limit_is_exact_in_its_last_tokens(monkeypatch):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert not torch.equal(got, want), "the keys of the first tokens are transformers' own"
     assert seen.bytes[-1] == 2 * 4 * 10 * 99 * 8, "of ten queries"
+
+
+def test_a_text_beyond_the_limit_of_layers_with_states_is_exact(monkeypatch):
+    """Their states cannot be made wider half way."""
+    model = models.build(replace(TWO, layers=4), "qwen3_next")
+    text = models.tokens(TWO, model, 1, 100)
+    want = models.exact_of(model, text, 3)
+    monkeypatch.setattr(models, "MOST_EXACT", 96)
+    torch.testing.assert_close(models.exact_of(model, text, 3), want)
 
 
 def test_random_lengths_are_those_of_short_points():

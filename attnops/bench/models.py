@@ -358,11 +358,11 @@ def exact_of(model: Any, text: Tensor, new: int) -> Tensor:
 
     After a prompt of more than `MOST_EXACT` tokens the last ones alone are exact, after the keys
     and values that transformers computes of those before, which are in the model's dtype in every
-    way.
+    way. Of layers with other states all are exact.
     """
     wide = widened(model)
     prompt = text.shape[1] - new
-    before = prompt - LAST if prompt > MOST_EXACT else 0
+    before = prompt - LAST if prompt > MOST_EXACT and _keep_keys(model.config) else 0
     given: dict[str, Any] = {}
     if before:
         cache = transformers.DynamicCache(config=model.config)
@@ -375,6 +375,12 @@ def exact_of(model: Any, text: Tensor, new: int) -> Tensor:
     with InChunks():
         logits: Tensor = wide(text[:, before:-1], logits_to_keep=new, **given).logits
     return logits
+
+
+def _keep_keys(config: Any) -> bool:
+    """Do all layers keep keys and values, and nothing else?"""
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    return kinds <= {"full_attention", "sliding_attention"}
 
 
 def below_the_best(exact: Tensor, text: Tensor) -> float:
