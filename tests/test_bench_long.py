@@ -125,8 +125,14 @@ def no_own_token(call):
     return call._replace(seq_lens=call.seq_lens - 1)
 
 
+def wrong_slot(call):
+    """A token is written over the one before it."""
+    return call._replace(slots=call.slots - 1)
+
+
 MUTANTS = {"right": lambda call: call, "no_page": no_page, "another_head": another_head}
-OF_STEPS = {"no_own_token": no_own_token}
+WRITES = {"wrong_slot": wrong_slot}
+OF_STEPS = {"no_own_token": no_own_token, **WRITES}
 NOW = {"name": "right"}
 """A call like an earlier one takes the earlier one's kernel, which looks here."""
 
@@ -142,8 +148,11 @@ def test_what_is_not_read_and_a_wrong_head_have_no_time(suite, name, in_graphs, 
     monkeypatch.setitem(NOW, "name", name)
     monkeypatch.setattr(Setup, "dtype", torch.bfloat16)
     right, patch = kernels_of("paged_attention")["sdpa"].run, attnops.hf.patch
-    new_cache, mutant = attnops.hf.Patched.new_cache, MUTANTS | OF_STEPS
-    exchange(monkeypatch, "paged_attention", "sdpa", lambda call: right(mutant[NOW["name"]](call)))
+    new_cache, write = attnops.hf.Patched.new_cache, kernels_of("write_kv")["scatter"].run
+    reads = MUTANTS | OF_STEPS | dict.fromkeys(WRITES, MUTANTS["right"])
+    writes = dict.fromkeys(reads, MUTANTS["right"]) | WRITES
+    exchange(monkeypatch, "paged_attention", "sdpa", lambda call: right(reads[NOW["name"]](call)))
+    exchange(monkeypatch, "write_kv", "scatter", lambda call: write(writes[NOW["name"]](call)))
     monkeypatch.setattr(attnops.hf, "patch", lambda one, **more: patch(one, kernel="sdpa", **more))
     monkeypatch.setattr(
         attnops.hf.Patched,
