@@ -65,7 +65,7 @@ from attnops.tune.clock import Timed, seconds, steps_us, synchronize
 # Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its
 # share. A cache with windows can be rewound by fewer than 32 tokens.
 NEW, NEW_ON_GPU, NEW_IN_WINDOWS = 4, 40, 16
-LESS, ROUNDS = 8, 5  # tokens of the calls of other engines that are subtracted, and their rounds
+LESS, ROUNDS = 8, 5  # of other engines: a call's first tokens, whose time does not count; rounds
 
 Ran = tuple[float, float, str]  # a kernel that ran: its start and end in microseconds, and its name
 # The first pattern that a kernel's name matches gives its kind; other kernels are glue.
