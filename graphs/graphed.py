@@ -266,7 +266,7 @@ class Graphed(Options):
         before = [t.detach().clone() for t in self.state] if due else []
         for step in entry.recorded.steps:
             step()
-        if self.ahead is not None:
+        if self.ahead is not None and not due:  # a comparison plans this step again
             self.ahead.stepped()
         entry.replays += 1
         kept_rows = tokens if self.returns == "tokens" else requests

@@ -12,9 +12,10 @@ import pytest
 
 pytest.importorskip("transformers", reason="the suite measures transformers models")
 
+import transformers
 from typer.testing import CliRunner
 
-from attnops.bench import Point, decode, engines, generate, peers, run as suites
+from attnops.bench import Point, decode, engines, generate, models, peers, run as suites
 from attnops.bench.files import bad
 from attnops.cli.app import app
 from attnops.core.errors import InvalidInput
@@ -244,13 +245,34 @@ def test_a_step_is_a_call_less_a_shorter_one(real, monkeypatch):
     assert all(row["median_us"] == pytest.approx(1000) for row in steps)
 
 
+def test_a_model_is_built_before_the_engine_runs_and_once(python, monkeypatch):
+    """And none for whole calls of several tokens."""
+    told, build, answers = [], transformers.AutoModelForCausalLM.from_config, peers.answers
+
+    def built(*given, **more):
+        told.append("build")
+        return build(*given, **more)
+
+    def answered(*given):
+        told.append("run")
+        return answers(*given)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", built)
+    monkeypatch.setattr(models, "needed", lambda *given: 0)
+    monkeypatch.setattr(peers, "answers", answered)
+    script = ANSWER + "answer(1, 4)\nanswer(2, 8)"
+    setup = replace(TOY, engines=(("vllm", python(script)),), points=POINTS)
+    for suite, *given in (("decode", 9, 1, 3), ("first_token", 1, 1), ("generate", 6, 1)):
+        peers.cases(setup, suite, *given)["llama, vllm"]()
+    assert told == ["build", "run", "build", "run", "run"]
+
+
 def test_long_points_are_named_and_have_positions(python, monkeypatch):
     monkeypatch.setattr("attnops.bench.LONG", 8)
     config = 'assert json.load(open("config.json"))["max_position_embeddings"] > 1040\n'
-    setup = replace(TOY, engines=(("vllm", python(ANSWER + config + "answer(1, 1040)")),))
-    [row] = peers.cases(replace(setup, points=(Point(1, 1040),)), "decode", 9, 1, 3)[
-        "llama, vllm"
-    ]()
+    script, points = python(ANSWER + config + "answer(1, 1040)"), (Point(1, 1040),)
+    setup = replace(TOY, engines=(("vllm", script),), points=points)
+    [row] = peers.cases(setup, "decode", 9, 1, 3)["llama, vllm"]()
     assert row["of_bandwidth"] > 0 and row["median_us"] > 0
     first = peers.cases(setup, "first_token", 1, 1)
     assert first["llama, vllm"]()[0]["of_matmul"] > 0
@@ -258,20 +280,20 @@ def test_long_points_are_named_and_have_positions(python, monkeypatch):
 
 @pytest.mark.parametrize("long", [False, True])
 def test_prompts_that_are_subtracted_are_cached(long, monkeypatch):
-    """By vLLM, whose steps are the difference of two calls, where the prompts are long."""
-    given = {}
-    llm = types.SimpleNamespace(
-        LLM=lambda **options: given.update(options) or exit_with(KeyError), __version__=""
+    """By vLLM, whose steps are the difference of two calls, where the prompts are long. Rows say
+    so."""
+    given, some = {}, types.SimpleNamespace
+    compiles = some(compilation_config=some(cudagraph_mode=""))
+    llm = some(
+        LLM=lambda **options: given.update(options) or some(llm_engine=some(vllm_config=compiles)),
+        __version__="",
+        RequestOutputKind=some(FINAL_ONLY=0),
     )
     monkeypatch.setattr(engines, "import_module", lambda name: llm)
     spec = {"model": "", "dtype": "", "points": [(1, 8)], "new": 9, "token_bytes": 1}
-    with pytest.raises(KeyError):
-        engines.vllm({**spec, "less": 3, "long": long})
+    facts, _ = engines.vllm({**spec, "less": 3, "long": long})
     assert given["enable_prefix_caching"] is long
-
-
-def exit_with(error):
-    raise error
+    assert facts["how"].endswith("; prompts in its prefix cache") is long
 
 
 def test_answers_of_another_length_have_no_time(real, monkeypatch):

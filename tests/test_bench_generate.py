@@ -137,3 +137,32 @@ def test_first_calls_are_those_of_processes(monkeypatch):
     colds, warms = seen[::2], seen[1::2]
     assert [(*cold[:2], True) for cold in colds] == warms and not any(there for *_, there in colds)
     assert len({folder for _, folder, _ in seen}) == 3
+
+
+def test_kernels_that_threads_compile_are_waited_for(monkeypatch):
+    """After the first call of a patched model and after those that follow it, before its time
+    counts."""
+    told, prepared = [], generate.prepared
+
+    class Launch:
+        @property
+        def done(self):
+            return self
+
+        def wait(self):
+            told.append("wait")
+
+    def noted(setup, model, way, *given):
+        call, handle = prepared(setup, model, way, *given)
+
+        def counted(**more):
+            told.append(way)
+            return call(**more)
+
+        return counted, handle
+
+    monkeypatch.setattr(generate, "prepared", noted)
+    monkeypatch.setattr(generate.BESIDE, "pending", lambda: [Launch()])
+    rows()
+    at = told.index("attnops")
+    assert told[at : at + 7] == ["attnops", "wait"] * 3 + ["attnops"]

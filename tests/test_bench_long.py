@@ -4,6 +4,7 @@ long for the test."""
 import gc
 import weakref
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import attnops.bench
 import attnops.hf
 from attnops.bench import Point, Setup, chunks, decode, first_token, models, random_caches, ways
 from attnops.core.kernel import kernels_of
+from attnops.graphs import Graphed
 from attnops.hf import Decode
 from attnops.hf.steps import prompt
 from tests.graphs.standin import StandIn
@@ -64,19 +66,39 @@ def test_every_way_is_right_at_a_long_point(suite, share):
         assert share in row and ("of_hf_eager" in row) is (row["way"] != "hf_eager")
 
 
-def test_chunks_over_pages_are_compared_in_their_graphs(in_graphs):
+def test_chunks_over_pages_are_compared_in_their_graphs(in_graphs, monkeypatch):
+    """After both random caches."""
     in_graphs(64)
+    after, replay = random_caches.logits_after, Graphed._replay
+    replayed, within = [], []
+
+    def seen(graphed, entry, *given):
+        if within:
+            replayed.append((entry.bucket.kind, entry.bucket.tokens))
+        return replay(graphed, entry, *given)
+
+    def logits_after(forward, *given):
+        within[:] = [True]
+        try:
+            return after(forward, *given)
+        finally:
+            within.clear()
+
+    monkeypatch.setattr(Graphed, "_replay", seen)
+    monkeypatch.setattr(random_caches, "logits_after", logits_after)
     row = measured("prefill", Point(1, 192))["attnops_prompt"]
     assert row["error"] <= row["budget"] < 1e-3
+    assert replayed == [("mixed", 64)] * 2
 
 
 def test_one_way_is_in_memory_at_a_time(monkeypatch):
     fill, caches, alive = random_caches.fill, [], []
 
-    def counted(cache, *given):
-        alive.append(sum(each() is not None for each in caches))
-        caches.append(weakref.ref(cache))
-        return fill(cache, *given)
+    def counted(cache, model, rows, length, dtype):
+        if length == 40:
+            alive.append(sum(each() not in (None, cache) for each in caches))
+            caches.append(weakref.ref(cache))
+        return fill(cache, model, rows, length, dtype)
 
     monkeypatch.setattr(random_caches, "fill", counted)
     gc.disable()
@@ -98,22 +120,39 @@ def another_head(call):
     return call._replace(query=call.query.roll(1, 1))
 
 
+def no_own_token(call):
+    """A step reads what was there before it."""
+    return call._replace(seq_lens=call.seq_lens - 1)
+
+
+def wrong_slot(call):
+    """A token is written over the one before it."""
+    return call._replace(slots=call.slots - 1)
+
+
 MUTANTS = {"right": lambda call: call, "no_page": no_page, "another_head": another_head}
+WRITES = {"wrong_slot": wrong_slot}
+OF_STEPS = {"no_own_token": no_own_token, **WRITES}
 NOW = {"name": "right"}
 """A call like an earlier one takes the earlier one's kernel, which looks here."""
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-@pytest.mark.parametrize("suite", ["decode", "prefill"])
-def test_a_page_that_is_not_read_and_a_wrong_head_have_no_time(suite, name, in_graphs, monkeypatch):
-    """In bfloat16, as on a GPU, where one of 64 pages is left out."""
-    page, pages = 16, 64
+@pytest.mark.parametrize(
+    ("suite", "name"),
+    [*product(("decode", "prefill"), MUTANTS), *(("decode", name) for name in OF_STEPS)],
+)
+def test_what_is_not_read_and_a_wrong_head_have_no_time(suite, name, in_graphs, monkeypatch):
+    """In bfloat16, as on a GPU, where one of 64 pages is left out, or one of 4,096 tokens."""
+    page, pages = 16, 256 if name in OF_STEPS else 64
     in_graphs(256)
     monkeypatch.setitem(NOW, "name", name)
     monkeypatch.setattr(Setup, "dtype", torch.bfloat16)
     right, patch = kernels_of("paged_attention")["sdpa"].run, attnops.hf.patch
-    new_cache = attnops.hf.Patched.new_cache
-    exchange(monkeypatch, "paged_attention", "sdpa", lambda call: right(MUTANTS[NOW["name"]](call)))
+    new_cache, write = attnops.hf.Patched.new_cache, kernels_of("write_kv")["scatter"].run
+    reads = MUTANTS | OF_STEPS | dict.fromkeys(WRITES, MUTANTS["right"])
+    writes = dict.fromkeys(reads, MUTANTS["right"]) | WRITES
+    exchange(monkeypatch, "paged_attention", "sdpa", lambda call: right(reads[NOW["name"]](call)))
+    exchange(monkeypatch, "write_kv", "scatter", lambda call: write(writes[NOW["name"]](call)))
     monkeypatch.setattr(attnops.hf, "patch", lambda one, **more: patch(one, kernel="sdpa", **more))
     monkeypatch.setattr(
         attnops.hf.Patched,
@@ -174,6 +213,15 @@ def test_a_text_beyond_the_limit_is_exact_in_its_last_tokens(monkeypatch):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert not torch.equal(got, want), "the keys of the first tokens are transformers' own"
     assert seen.bytes[-1] == 2 * 4 * 10 * 99 * 8, "of ten queries"
+
+
+def test_a_text_beyond_the_limit_of_layers_with_states_is_exact(monkeypatch):
+    """Their states cannot be made wider half way."""
+    model = models.build(replace(TWO, layers=4), "qwen3_next")
+    text = models.tokens(TWO, model, 1, 100)
+    want = models.exact_of(model, text, 3)
+    monkeypatch.setattr(models, "MOST_EXACT", 96)
+    torch.testing.assert_close(models.exact_of(model, text, 3), want)
 
 
 def test_random_lengths_are_those_of_short_points():

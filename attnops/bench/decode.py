@@ -21,8 +21,9 @@ float64), whose attention goes in chunks of queries, so that long contexts fit i
 
 Points with requests of 16k tokens or more are `Point.long`: one way is in memory at a time. There
 steps follow a cache of random keys and values, and of a prompt the last 4,096 tokens after such a
-cache are compared with exact logits, and the whole prompt with transformers
-(`attnops.bench.random_caches`). Models with windows or latents compute their prompts.
+cache are compared with exact logits, and the whole prompt with transformers. Both are compared
+after a short random cache, too (`attnops.bench.random_caches`). Models with windows or latents
+compute their prompts.
 
 `first_s`: the first steps, compilation and capture included, with an empty compile cache.
 `of_bandwidth`: the bytes a step must read over its time, as a share of the bandwidth measured in
@@ -64,7 +65,7 @@ from attnops.tune.clock import Timed, seconds, steps_us, synchronize
 # Tokens of a run. On a GPU only the first launch waits for the host, so more tokens reduce its
 # share. A cache with windows can be rewound by fewer than 32 tokens.
 NEW, NEW_ON_GPU, NEW_IN_WINDOWS = 4, 40, 16
-LESS, ROUNDS = 8, 5  # tokens of the calls of other engines that are subtracted, and their rounds
+LESS, ROUNDS = 8, 5  # of other engines: a call's first tokens, whose time does not count; rounds
 
 Ran = tuple[float, float, str]  # a kernel that ran: its start and end in microseconds, and its name
 # The first pattern that a kernel's name matches gives its kind; other kernels are glue.
@@ -112,9 +113,8 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     more = partial(
         figures, setup, model, eager, point.batch, {"of_bandwidth": bytes_of(model, point)}
     )
-    exact = partial(
-        models.exactly, model, prompt[: models.EXACT], new[: models.EXACT], random=random
-    )
+    exactly = models.exact_steps if random else models.exactly
+    exact = partial(exactly, model, prompt[: models.EXACT], new[: models.EXACT])
     return models.compared(f"{name} {point}", model, made, exact, more, alone=point.long)
 
 
@@ -166,7 +166,8 @@ def ways_of(
 def way_of(
     setup: Setup, model: Any, prompt: Tensor, new: Tensor, how: How, random: bool = False
 ) -> Way:
-    """Steps for the tokens of `new`, one after the other, after `prompt`."""
+    """Steps for the tokens of `new`, one after the other, after `prompt`. random: the result has
+    those after a random cache of the prompt's size, and those after a short one."""
     one, handle = models.patched(model, how)
     compiled, graphs, policy = how.compiled, (how.patch or {}).get("decode"), how.policy
     length, more = prompt.shape[1] + new.shape[1] + 1, Row()
@@ -186,13 +187,13 @@ def way_of(
             one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1)
     rewind = models.rewinder(cache)
 
-    def step(at: int) -> Any:
+    def step(at: int, over: Any = cache) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         token = new[:, at : at + 1]
         return (
-            handle.step(token, cache)
+            handle.step(token, over)
             if graphs
-            else forward(token, **argument(one, cache), use_cache=True).logits
+            else forward(token, **argument(one, over), use_cache=True).logits
         )
 
     def steps(after: Callable[[], None] | None = None) -> None:
@@ -202,9 +203,28 @@ def way_of(
                 if after is not None:
                     after()
 
+    def every(over: Any) -> Tensor:
+        return torch.cat([step(at, over).clone() for at in range(new.shape[1])], 1)
+
     def found() -> Tensor:
         rewind()
-        return torch.cat([step(at).clone() for at in range(new.shape[1])], 1)
+        return every(cache)
+
+    def after_a_short_one() -> Tensor:
+        """In the same graphs, where there are any."""
+        rows, whole = prompt.shape
+        fill = partial(random_caches.fill, model=model, rows=rows, dtype=model.dtype)
+        short = random_caches.short_of(whole)
+        if isinstance(cache, DynamicCache):
+            other = DynamicCache(config=one.config)
+            fill(other, length=short)
+            return every(other)
+        cache.reset()
+        fill(cache, length=short)
+        made = every(cache)
+        cache.reset()
+        fill(cache, length=whole)
+        return made
 
     @use(**policy)
     def logits() -> Tensor:
@@ -213,7 +233,7 @@ def way_of(
             seen = handle.graphs.report()
             pieces, unique = seen.parts.get("decode", 0), seen.compiled.get("decode", 0)
             more.update(pieces=pieces, unique_pieces=unique, mode=seen.modes["decode"])
-        return made
+        return torch.stack([made, after_a_short_one()]) if random else made
 
     return Way(Timed(steps, rewind, new.shape[1], partial(steps, synchronize)), logits, more=more)
 
@@ -255,9 +275,9 @@ def prefill(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
         forward = one if how.compiled is None else setup.compiled(one.forward, **how.compiled)
 
         def both() -> Tensor:
-            cache = DynamicCache(config=one.config)
-            tail = random_caches.logits_after(forward, one, cache, prompt, one.dtype)
-            return torch.cat([tail, first_token(forward)])
+            empty = partial(DynamicCache, config=one.config)
+            tails = random_caches.logits_after(forward, one, empty, prompt, one.dtype)
+            return torch.cat([tails, first_token(forward).expand_as(tails)], 1)
 
         return Way(Timed(partial(first_token, forward)), both if random else None)
 
@@ -284,6 +304,10 @@ def _prompt(
     one, handle = models.patched(model, how)
     cache, more = handle.new_cache(prompt.shape[0], prompt.shape[1] + 1), Row()
 
+    def emptied() -> Any:
+        cache.reset()
+        return cache
+
     def first_token() -> Tensor:
         cache.reset()
         found: Tensor = one(
@@ -299,9 +323,8 @@ def _prompt(
         whole = settled(setup, first_token, more, CAPTURE_AFTER + 1)
         if not random:
             return whole
-        cache.reset()
-        tail = random_caches.logits_after(one, one, cache, prompt, one.dtype)
-        return torch.cat([tail, whole])
+        tails = random_caches.logits_after(one, one, emptied, prompt, one.dtype)
+        return torch.cat([tails, whole.expand_as(tails)], 1)
 
     return Way(Timed(first_token), both, more=more)
 

@@ -24,7 +24,7 @@ Spec = dict[str, Any]
 """`engine`, `model`, `points` (batch, context), `new` tokens, `rounds`, `vocab`, `dtype`.
 `token_bytes`: of the keys and values of a token, in all layers. `began`: when the process was
 started, by `time.time()`. `less`: the first tokens of a call, whose time does not count; 0 for
-none. `long`: are prompts longer than most measurements of them differ by?"""
+none. `long`: is a point `Point.long`? vLLM then caches prompts."""
 
 Call = Callable[[list[list[int]], int], list[list[int]]]
 """Greedy continuations of prompts by this many tokens, on the host."""
@@ -47,6 +47,8 @@ def vllm(spec: Spec) -> tuple[Spec, Call]:
     """Its engine in this process, compiled and in CUDA graphs, as it does by default."""
     engines = import_module("vllm")
     batches = sorted({batch for batch, _ in spec["points"]})
+    # A call that is subtracted has the same prompt, whose time is no part of the difference.
+    cached = bool(spec["less"] and spec["long"])
     options = {
         "model": spec["model"],
         "skip_tokenizer_init": True,
@@ -57,8 +59,7 @@ def vllm(spec: Spec) -> tuple[Spec, Call]:
         "max_num_seqs": batches[-1],
         "gpu_memory_utilization": 0.5,
         "kv_cache_memory_bytes": (tokens(spec) + 8192) * spec["token_bytes"],
-        # A call that is subtracted has the same prompt, whose time is no part of the difference.
-        "enable_prefix_caching": bool(spec["less"] and spec["long"]),
+        "enable_prefix_caching": cached,
         "disable_log_stats": True,
         "attention_config": {"backend": "FLASH_ATTN"},
         "compilation_config": {"cudagraph_capture_sizes": batches},
@@ -91,6 +92,7 @@ def vllm(spec: Spec) -> tuple[Spec, Call]:
 
     mode = engine.vllm_config.compilation_config.cudagraph_mode
     how = f"add_request and step of its LLMEngine, with its scheduler; {UNJUDGED}"
+    how += "; prompts in its prefix cache" * cached
     return {
         "version": engines.__version__,
         "attention": "FLASH_ATTN",

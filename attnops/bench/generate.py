@@ -31,6 +31,7 @@ from attnops.bench import Point, Setup, models, peers, ways
 from attnops.bench.overhead import in_a_process
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
 from attnops.bench.work import flop_of
+from attnops.kernels.shared.launch.beside import BESIDE
 from attnops.tune.clock import Timed, seconds, steps_us
 
 NEW = {"toy": 6, "small": 16, "quick": 32, "full": 128}
@@ -41,7 +42,8 @@ FIRST_NEW = NEW | {
 ROUNDS, MORE_ROUNDS = 3, 16
 WARM = 2
 """Calls of a patched model after the first one: the prompt of the second is captured, and that of
-the third is replayed."""
+the third is replayed. Kernels that threads compile are waited for after each: meanwhile calls would
+run the model's own layers."""
 # Ways whose first call is measured, in two processes each
 FIRST = ("hf", "attnops", "hf_static", "attnops_piecewise")
 
@@ -107,9 +109,9 @@ def measure(
         more: Row = {}
 
         def results() -> tuple[Tensor, Tensor, Tensor]:
-            text = call()
-            for _ in range(0 if handle is None else WARM):
+            for _ in range(1 if handle is None else 1 + WARM):
                 text = call()
+                wait_for_kernels()
             if handle is not None:
                 plain = {"plain_steps": handle.plain_steps} if handle.graphs else {}
                 took = handle.took
@@ -158,6 +160,12 @@ def measure(
         "hf",
         "hf_static",
     )
+
+
+def wait_for_kernels() -> None:
+    """Wait for those that threads compile."""
+    for launch in BESIDE.pending():
+        launch.done.wait()
 
 
 def first_call(

@@ -297,18 +297,20 @@ def release() -> None:
 
 
 def distance(model: Any, eager: Tensor) -> Callable[[Tensor, Tensor], float]:
-    """The error of logits: relative to exact ones in the first rows; in others half of that to
-    `eager`, which is off, too."""
+    """The error of logits `[B, N, V]`: relative to exact ones in the first rows; in others half of
+    that to `eager`, which is off, too. Of several such `[K, B, N, V]`: the largest."""
     # Of a model with experts the median row counts: where two experts tie, rounding chooses between
     # them.
     off = partial(relative_error, quantile=0.5 if experts(model.config) else 1.0)
 
     def larger(got: Tensor, want: Tensor) -> float:
-        rows = want.shape[0]
-        return (
-            inf
-            if got.shape != eager.shape
-            else max(off(got[:rows], want), off(got[rows:], eager[rows:]) / 2)
+        if got.shape != eager.shape:
+            return inf
+        rows = want.shape[-3]
+        each = (t.reshape(-1, *t.shape[-3:]) for t in (got, want, eager))
+        return max(
+            max(off(one[:rows], exact), off(one[rows:], other[rows:]) / 2)
+            for one, exact, other in zip(*each, strict=True)
         )
 
     return larger
@@ -356,11 +358,11 @@ def exact_of(model: Any, text: Tensor, new: int) -> Tensor:
 
     After a prompt of more than `MOST_EXACT` tokens the last ones alone are exact, after the keys
     and values that transformers computes of those before, which are in the model's dtype in every
-    way.
+    way. Of layers with other states all are exact.
     """
     wide = widened(model)
     prompt = text.shape[1] - new
-    before = prompt - LAST if prompt > MOST_EXACT else 0
+    before = prompt - LAST if prompt > MOST_EXACT and _keep_keys(model.config) else 0
     given: dict[str, Any] = {}
     if before:
         cache = transformers.DynamicCache(config=model.config)
@@ -373,6 +375,12 @@ def exact_of(model: Any, text: Tensor, new: int) -> Tensor:
     with InChunks():
         logits: Tensor = wide(text[:, before:-1], logits_to_keep=new, **given).logits
     return logits
+
+
+def _keep_keys(config: Any) -> bool:
+    """Do all layers keep keys and values, and nothing else?"""
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    return kinds <= {"full_attention", "sliding_attention"}
 
 
 def below_the_best(exact: Tensor, text: Tensor) -> float:
@@ -449,13 +457,22 @@ def exactly(
     )
 
 
+def exact_steps(model: Any, prompt: Tensor, new: Tensor) -> Tensor:
+    """Logits `[2, B, N, V]` of steps, as of `exactly`, after a random cache of the prompt's size,
+    and after a short one."""
+    length = prompt.shape[1]
+    sizes = length, random_caches.short_of(length)
+    return torch.stack([exactly(model, prompt[:, :n], new, random=True) for n in sizes])
+
+
 @torch.no_grad()
 def exact_tail(model: Any, prompt: Tensor) -> Tensor:
-    """Logits `[B, 1, V]` of a prompt whose last tokens run after a random cache."""
+    """Logits `[2, B, 1, V]` of a prompt whose last tokens run after a random cache, and after a
+    short one."""
     wide = widened(model)
-    cache = transformers.DynamicCache(config=wide.config)
+    empty = partial(transformers.DynamicCache, config=wide.config)
     with InChunks():
-        return random_caches.logits_after(wide, wide, cache, prompt, wide_dtype(model))
+        return random_caches.logits_after(wide, wide, empty, prompt, wide_dtype(model))
 
 
 def rewinder(cache: Any) -> Run:

@@ -1,5 +1,5 @@
-"""Other engines in the suites `generate` and `decode`: each in a process of its own, with the
-Python of its environment (`engines.py`)."""
+"""Other engines in the suites `generate`, `first_token` and `decode`: each in a process of its own,
+with the Python of its environment (`engines.py`)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def parse(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
 def cases(setup: Setup, suite: str, new: int, rounds: int, less: int = 0) -> dict[str, Case]:
     """One case for each engine and model of a suite, with all of the model's points.
 
-    new: tokens of a call. rounds: timed calls. less: tokens of a call whose time is subtracted, so
-    that decode steps alone are timed.
+    new: tokens of a call. rounds: timed calls. less: the first tokens of a call, whose time does
+    not count, so that decode steps alone are timed.
     """
     every = models.points_of(setup, suite).items()
     return {
@@ -78,6 +78,7 @@ def measure(
     # Engines refuse more positions, or read beyond their table of rotations.
     made.max_position_embeddings = max(made.max_position_embeddings, longest)
     long = any(point.long for point in points)
+    model = _weightless(setup, made) if less or new == 1 else None
     spec = {
         "engine": engine,
         "points": points,
@@ -105,7 +106,11 @@ def measure(
                 **us,
                 "tokens_s": round(point.batch / us["median_us"] * 1e6, 1),
                 **more,
-                **setup.shares(us["median_us"], **_work(setup, made, point, new, less)),
+                **(
+                    {}
+                    if model is None
+                    else setup.shares(us["median_us"], **_work(model, point, less))
+                ),
                 **found[at]["facts"],
             }
         rows.append(row if at < len(found) else {**row, "wrong": why})
@@ -129,13 +134,14 @@ def measure(
     ]
 
 
-def _work(setup: Setup, made: Any, point: Point, new: int, less: int) -> dict[str, int]:
-    """What a step must read, or a prompt compute, as of `Setup.shares`: of steps, and of calls of
-    one token. made: the model's config."""
-    if new > 1 and not less:
-        return {}
+def _weightless(setup: Setup, made: Any) -> Any:
+    """The model of a config, on the device meta."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
+        return transformers.AutoModelForCausalLM.from_config(made, dtype=setup.dtype)
+
+
+def _work(model: Any, point: Point, less: int) -> dict[str, int]:
+    """What a step must read, or a call of one token compute, as of `Setup.shares`."""
     if less:
         return {"of_bandwidth": bytes_of(model, point)}
     return {"of_matmul": flop_of(model, [point.context] * point.batch)}

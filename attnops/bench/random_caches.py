@@ -8,6 +8,9 @@ Attention averages values over all keys, so that with the weights of a new model
 left after many tokens: no logits would show whether a page was read. These values are as much
 larger as their average is smaller. A page of p tokens that is left out then changes what a layer
 adds by about sqrt(p / n), which for 16 tokens of 128k is a few times the rounding of bfloat16.
+
+New tokens have no such values, and one of 32k changes less than the rounding. So all is compared
+after a short random cache, too: one that is written to a wrong slot, or is not read, shows there.
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ LATER = 4096
 (`attnops.hf.steps.prompt.CHUNK`), so that its graph runs them."""
 
 
+SHORT = 64
+"""Tokens of the short cache."""
+
+
 def tail_of(context: int) -> int:
     """The tokens of a prompt of this length that follow a random cache."""
     return min(LATER, context // 2)
@@ -46,16 +53,31 @@ def serve(config: Any, point: Point) -> bool:
     return point.long and whole
 
 
+def short_of(length: int) -> int:
+    """The tokens of the short cache beside one of this length."""
+    return min(SHORT, length // 2)
+
+
 def logits_after(
-    forward: Callable[..., Any], model: Any, cache: Any, prompt: Tensor, dtype: torch.dtype
+    forward: Callable[..., Any],
+    model: Any,
+    empty: Callable[[], Any],
+    prompt: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Logits `[B, 1, V]` of a prompt whose last tokens run after a random cache. cache: empty, in
-    this dtype, of the model that `forward` runs."""
-    tail = tail_of(prompt.shape[1])
-    fill(cache, model, prompt.shape[0], prompt.shape[1] - tail, dtype)
-    given = {**argument(model, cache), "use_cache": True, "logits_to_keep": 1}
-    logits: Tensor = forward(prompt[:, -tail:], **given).logits
-    return logits
+    """Logits `[2, B, 1, V]` of a prompt whose last tokens run after a random cache, and after a
+    short one. empty: an empty cache, in this dtype, of the model that `forward` runs."""
+    rows, context = prompt.shape
+    tail = tail_of(context)
+
+    def after(length: int) -> Tensor:
+        cache = empty()
+        fill(cache, model, rows, length, dtype)
+        given = {**argument(model, cache), "use_cache": True, "logits_to_keep": 1}
+        logits: Tensor = forward(prompt[:, -tail:], **given).logits
+        return logits
+
+    return torch.stack([after(context - tail), after(short_of(context - tail))])
 
 
 def fill(cache: Any, model: Any, rows: int, length: int, dtype: torch.dtype) -> None:

@@ -96,6 +96,22 @@ def test_a_kernel_that_nobody_asks_for(monkeypatch, us, taken):
         assert bool(pair.ran["fa3.run"]) == taken
 
 
+@pytest.mark.parametrize("mode", ["breakable", "piecewise"])
+def test_a_graph_of_host_plans_makes_none_on_the_device(monkeypatch, mode):
+    """No layer would read it."""
+    made, device_plan = [], model_pages.device_plan
+
+    def counted(*given):
+        made.append(1)
+        return device_plan(*given)
+
+    monkeypatch.setattr(model_pages, "mean_plan_us", lambda *_: 0.0)
+    monkeypatch.setattr(model_pages, "device_plan", counted)
+    with attnops.use(allow=(FA3, "reference")), served(mode, kernel=None) as pair:
+        pair.same(*CALLS[0])
+        assert pair.ran["fa3.run"] and not made
+
+
 def test_each_step_is_planned():
     planning = kernels_of("plan_mla_attention")[FA3]
     problem = latent_layers(16, 64, torch.bfloat16)

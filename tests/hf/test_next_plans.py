@@ -77,6 +77,17 @@ def test_a_step_finds_its_plan(written, kind):
             assert runs == [True, True, True, False] * 27
 
 
+def test_a_compared_step_has_one_plan(written):
+    """None of the step after it, which the comparison would have to replace."""
+    with served("mla", check_every=1) as (pair, cache):
+        pair.handle.step(IDS[:2, 12:13], cache)
+        written.clear()
+        for at in range(13, 20):
+            pair.handle.step(IDS[:2, at : at + 1], cache)
+    plans = [lengths for name, lengths in written if name == "plan"]
+    assert plans == [(at + 1,) * 2 for at in range(13, 20)]
+
+
 def between(model, handle, caches):
     """Logits of steps with something else between them, whose plans are not those of before."""
     mine, other = caches

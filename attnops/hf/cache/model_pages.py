@@ -395,15 +395,15 @@ class ModelPages(Pages):
                     "crop, positions to keep", left, high, window, table.shape[1] * self.page_size
                 )
 
-    def step(self, tokens: Tokens, before: Tensor, heads: int) -> PagedBatch:
+    def step(self, tokens: Tokens, before: Tensor, heads: int, planned: bool = False) -> PagedBatch:
         """The batch of a step that is not yet counted as seen. tokens: as many of each row. heads:
-        query heads of the first layer.
+        query heads of the first layer. planned: does every layer read a plan of the host?
 
         before: int64 `[B]`, tokens of each row in the pages; negative while padding is still to
         come.
         """
         batch = self.describe(tokens, before.shape[0], (before + tokens.longest).to(torch.int32))
-        if self.plan_of is not None and tokens.longest <= _PLANNED:
+        if self.plan_of is not None and not planned and tokens.longest <= _PLANNED:
             kernel, spec = self.plan_of
             batch = replace(batch, plan=device_plan(kernel, spec, batch, heads))
         return batch

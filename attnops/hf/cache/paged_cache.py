@@ -445,7 +445,8 @@ class PagedModelCache(Cache):
         real = state.real
         fresh = not state.filled
         before = state.pages.seen - start
-        batch = described(pages, before, real, count, heads)
+        plans = pages.plans() if state.start is not None and count == 1 else None
+        batch = described(pages, before, real, count, heads, plans is not None and plans.whole)
         long = not fresh and count > pages.sizes.drafts
         past = tuple(
             pages.past(before, table) if window and long else None
@@ -547,7 +548,12 @@ def _planned(
 
 
 def described(
-    pages: ModelPages, before: Tensor, real: Tensor | None, count: int, heads: int
+    pages: ModelPages,
+    before: Tensor,
+    real: Tensor | None,
+    count: int,
+    heads: int,
+    planned: bool = False,
 ) -> PagedBatch:
     """The batch of a step of `count` tokens of each row, see `ModelPages.step`. real: bool `[B]`,
     is the row stored? None: all are."""
@@ -557,7 +563,7 @@ def described(
         positions = torch.where(real, positions, -1)
     owner = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
     cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * count
-    return pages.step(Tokens(positions, owner, cu_seqlens_q, count), before, heads)
+    return pages.step(Tokens(positions, owner, cu_seqlens_q, count), before, heads, planned)
 
 
 class PagedLatentCache(PagedModelCache):

@@ -72,7 +72,8 @@ def mean_plan_us(planning: Kernel, step: Problem, rows: int) -> float:
 class StepPlans:
     """The plans of all layers of a model's pages, under one policy.
 
-    kinds: by the layers' Problem. planners: for each layer its own, or None. forced: is the kernel
+    kinds: by the layers' Problem. planners: for each layer its own, or None. whole: has each layer
+    one? forced: is the kernel
     to serve steps of several tokens, too? asked: are steps outside of graphs planned, for which
     the host waits? So they are where one of the kinds is.
     """
@@ -84,6 +85,7 @@ class StepPlans:
         self._kinds = tuple(kinds.values())
         known = map(kinds.get, pages.sizes.layers)
         self.planners = tuple(kind and kind.planner for kind in known)
+        self.whole = None not in self.planners
         self._windows = {kind.window for kind in self._kinds if kind.window}
         # Of the latest plans: the tokens of each row; the pages of each, and, by window, those
         # behind it.

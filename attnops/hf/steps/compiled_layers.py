@@ -76,10 +76,12 @@ def starts(pages: ModelPages, live: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(real, pad, pages.seen), real
 
 
-def _begin(pages: ModelPages, live: Tensor, heads: int) -> tuple[Tensor, Tensor, PagedBatch]:
+def _begin(
+    pages: ModelPages, live: Tensor, heads: int, planned: bool
+) -> tuple[Tensor, Tensor, PagedBatch]:
     """(the padding, positions before the step, its batch). The step counts as seen."""
     (start, real), before = starts(pages, live), pages.seen.clone()
-    batch = described(pages, before - start, real, 1, heads)
+    batch = described(pages, before - start, real, 1, heads, planned)
     pages.advance(torch.where(real, start, EMPTY), 1)
     return start, before, batch
 
@@ -124,9 +126,10 @@ class Here:
         any_size = copy.copy(pages)
         any_size.pad = self.regions.varying(pages.pad.detach(), 0)
         any_size.tables = tuple(self.regions.varying(table[:rows], 0, 1) for table in pages.tables)
-        given = any_size, live, pages.sizes.layers[0].q_heads
-        state.start, state.before, batch = self.regions(_begin, rows, given, {})
         plans = pages.plans()
+        planned = plans is not None and plans.whole
+        given = any_size, live, pages.sizes.layers[0].q_heads, planned
+        state.start, state.before, batch = self.regions(_begin, rows, given, {})
         planners = () if plans is None else plans.planners
         state.step = Step(batch, (), False, pages.one_launch(), planners)
         state.filled = True
