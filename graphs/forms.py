@@ -166,4 +166,5 @@ class Form:
         same = self._tensors.setdefault(id(t), len(self._tensors))
         sizes = tuple(t.shape), t.stride(), offset - first
         kind = type(t), t.dtype, t.device, t.requires_grad
-        return number, same, sizes, kind, t.data_ptr() % ALIGNED
+        # In one word: these are no sizes, in which recordings may differ.
+        return f"{number} {same} {t.data_ptr() % ALIGNED}", sizes, kind
