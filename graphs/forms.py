@@ -59,6 +59,11 @@ def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
     return made
 
 
+def filled(x: Any, results: Any) -> Any:
+    """The structure with the tensors of its slots."""
+    return mapped(x, lambda leaf: results[leaf.index] if isinstance(leaf, Slot) else leaf)
+
+
 def _is_named(x: Any) -> bool:
     """Is it a NamedTuple?"""
     return isinstance(x, tuple) and hasattr(x, "_fields")
