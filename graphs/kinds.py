@@ -92,6 +92,9 @@ class _Called:
     def forward(self) -> Any:
         return type(self.module).forward(self.module, *self.args, **self.kwargs)
 
+    def record(self) -> Recording:
+        return record(twin(self.module)[0], self.args, self.kwargs)
+
     def follow(self) -> Followed:
         return follow(twin(self.module)[0], self.args, self.kwargs)
 
@@ -240,10 +243,7 @@ class Kinds(Regions):
         ahead = self._way == "ahead"
         if found is None and (known := self._of_other_sizes(called)) is not None:
             return known
-        if found is None:
-            numbers = record(twin(module)[0], called.args, called.kwargs)
-        else:
-            numbers = found.numbers
+        numbers = called.record() if found is None else found.numbers
         assert numbers is not None
         if not ahead and differs(numbers, called.flat, called.forward()):
             raise NotRegional(f"what was recorded of {name} has other results")
