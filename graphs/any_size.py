@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..core.precompile import begin
 from ..core.private_torch import FakeTensorMode
 from ..core.problem import Extents, Problem
 from ..core.record import Call, values
-from ..core.select import select
+from ..core.select import parse_policy, select
 from ..ops import OPS
 from .compile_pieces import Program
 from .forms import Form
@@ -84,12 +85,31 @@ class Sample:
         return [(choice.problem, choice.kernel) for choice in self.choices]
 
 
-def choices_of(heard: Iterable[tuple[Call, Problem]]) -> list[Choice]:
-    """See `attnops.core.problem.hearing`."""
-    return [
-        Choice(call, _without_sizes(problem), _name(_kernel(call, problem)))
-        for call, problem in heard
-    ]
+def choices_of(heard: Iterable[tuple[Call, Problem]], program: Program) -> list[Choice] | None:
+    """The choices for the calls that were heard while the program was made, see
+    `attnops.core.problem.hearing`. None where other kernels are chosen by now than it calls."""
+    forced, found = _forced(program), list[Choice]()
+    ops = {op for op, _ in forced}
+    for call, problem in heard:
+        kernel = _kernel(call, problem)
+        chosen = problem.op, _name(kernel)
+        fused = kernel is not None and kernel.inline is None
+        if fused and problem.op in ops and chosen not in forced:
+            return None
+        found.append(Choice(call, _without_sizes(problem), chosen[1]))
+    known = {(choice.problem.op, choice.kernel) for choice in found}
+    return found if forced <= known else None
+
+
+def _forced(program: Program) -> set[tuple[str, str]]:
+    """The ops that a program calls with a kernel that was chosen, and the kernel."""
+    found = set()
+    for node in chain.from_iterable(part.module.graph.nodes for part in program.split.parts):
+        op = str(node.target).partition("attnops.")[2].removesuffix(".default")
+        kernel = parse_policy(str(node.kwargs.get("policy", ""))).forced(op) if op in OPS else None
+        if kernel is not None:
+            found.add((op, kernel))
+    return found
 
 
 def _without_sizes(problem: Problem) -> Problem:
@@ -141,6 +161,7 @@ class AnySize:
                 _call(choice.call, _of(layouts, sizes))
                 for choice, layouts in zip(self._choices, self._calls, strict=True)
             ]
+        begun = []
         for choice, call in zip(self._choices, calls, strict=True):
             problem = OPS[choice.problem.op].problem(call)
             kernel = _kernel(call, problem)
@@ -148,7 +169,9 @@ class AnySize:
             if chosen != (choice.problem, choice.kernel):
                 return False
             if kernel is not None:
-                begin(kernel, call)
+                begun.append((kernel, call))
+        for kernel, call in begun:
+            begin(kernel, call)
         return True
 
     def follows(self, sizes: Sizes, ran: Followed) -> bool:

@@ -19,6 +19,12 @@ class AsItRuns:
     """
 
     @property
+    def repeats(self) -> bool:
+        """Has `prepare` run all that a later run repeats? The model's own code may set up more in a
+        second run."""
+        return False
+
+    @property
     def seconds(self) -> float:
         """Time of tracing, choice of kernels and compilation so far."""
         return 0.0

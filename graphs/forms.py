@@ -59,6 +59,11 @@ def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
     return made
 
 
+def filled(x: Any, results: Any) -> Any:
+    """The structure with the tensors of its slots."""
+    return mapped(x, lambda leaf: results[leaf.index] if isinstance(leaf, Slot) else leaf)
+
+
 def _is_named(x: Any) -> bool:
     """Is it a NamedTuple?"""
     return isinstance(x, tuple) and hasattr(x, "_fields")
@@ -166,4 +171,5 @@ class Form:
         same = self._tensors.setdefault(id(t), len(self._tensors))
         sizes = tuple(t.shape), t.stride(), offset - first
         kind = type(t), t.dtype, t.device, t.requires_grad
-        return number, same, sizes, kind, t.data_ptr() % ALIGNED
+        # In one word: these are no sizes, in which recordings may differ.
+        return f"{number} {same} {t.data_ptr() % ALIGNED}", sizes, kind

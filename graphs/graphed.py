@@ -377,7 +377,7 @@ class Graphed(Options):
 
     def _prepare_for(self, bucket: Bucket, values: Values) -> bool:
         """Prepare all buckets of a bucket's trace once, on the largest. Returns whether that has
-        run the bucket itself."""
+        run the bucket itself, as later runs do."""
         trace = self.runner.trace(bucket)
         if trace in self._prepared:
             return False
@@ -385,7 +385,7 @@ class Graphed(Options):
         largest = next(b for b in wanted if self.runner.trace(b) == trace)
         self.runner.prepare(self, largest, self._static(largest, values)[0])
         self._prepared.add(trace)
-        return largest == bucket
+        return largest == bucket and self.runner.repeats
 
     def _initialised(self, values: Values) -> tuple[Device, Inputs]:
         """The first capture makes the device and the input buffers, like this call's tensors."""

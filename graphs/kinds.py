@@ -3,41 +3,41 @@ compiler."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..core.errors import one_line
+from ..core.errors import AttnopsError, one_line
 from ..core.fx_effects import storages
 from ..core.op import not_lowered
-from ..core.private_torch import OpOverload, TracingContext, under_context
+from ..core.private_torch import TracingContext, under_context
 from ..core.problem import hearing
-from .any_size import AnySize, Differ, Sample, Sizes, choices_of
+from .any_size import AnySize, Sample, Sizes, choices_of
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
+from .compared import differs
 from .compile_pieces import Program
 from .eager_capture import capture_mode
-from .forms import Form, Slot, mapped, own_tensors, tensors_of
+from .forms import Form, filled, own_tensors, tensors_of
 from .options import Options, Values
 from .per_layer import NotRegional, PerLayer, Regions, Twin, twin
-from .record_functions import Recording, follow, record
+from .record_functions import Followed, Recording, follow, record
 from .report import Report
 from .stale import in_force
+
+log = logging.getLogger(__name__)
 
 MOST_KEPT = 256
 """Recorded layers that are kept: those of all buckets."""
 
 MOST_SAMPLES = 4
 """Recordings of a layer that together serve other sizes: each may show a size that varies."""
-
-MOST_COMPARED = 2**26
-"""Bytes of pages that are compared: those of a server may take most of the memory."""
 
 Way = Literal["each", "once", "own", "ahead"]
 """How the layers of a step run: each of them, or one of each kind, whose results stand for those of
@@ -73,18 +73,30 @@ class _Own:
 
 @dataclass(frozen=True)
 class _Called:
-    """A call of a layer in a step of so many rows. key: of its kind, the form of the arguments
-    last."""
+    """A call of a layer in a step of so many rows.
+
+    key: of its kind, the form of the arguments last. tensors: its own, see `own_tensors`.
+    """
 
     key: tuple[Any, ...]
     rows: int
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    tensors: tuple[Tensor, ...]
 
     @property
     def flat(self) -> tuple[Tensor, ...]:
-        return *tensors_of((self.args, self.kwargs)), *own_tensors(self.module).values()
+        return *tensors_of((self.args, self.kwargs)), *self.tensors
+
+    def forward(self) -> Any:
+        return type(self.module).forward(self.module, *self.args, **self.kwargs)
+
+    def record(self) -> Recording:
+        return record(twin(self.module)[0], self.args, self.kwargs)
+
+    def follow(self) -> Followed:
+        return follow(twin(self.module)[0], self.args, self.kwargs)
 
 
 Kept = dict[Any, Kind]
@@ -102,11 +114,9 @@ class Kinds(Regions):
     or whose graph does not give the layer's own numbers.
 
     kept: recordings of others, to share.
-    shares_sizes: do two recordings of a layer serve steps of other rows, too?
     """
 
     takes_twins = False
-    shares_sizes = False
 
     def __init__(
         self,
@@ -117,6 +127,7 @@ class Kinds(Regions):
         self._kept: Kept = {} if kept is None else kept
         self._way: Way = "each"
         self._results: dict[Kind, Any] = {}  # of the kinds that ran in this step, way "once"
+        self._ahead: Kept = {}  # of this step, whose layers' code was not followed
         self._owns: dict[nn.Module, _Own] | None = None  # in a session
         self._forms: dict[int, tuple[Any, Any]] = {}  # of objects that layers share, in a session
 
@@ -126,6 +137,7 @@ class Kinds(Regions):
     def begin(self) -> None:
         super().begin()
         self._results.clear()
+        self._ahead.clear()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -136,6 +148,7 @@ class Kinds(Regions):
         finally:
             self._owns = None
             self._results.clear()
+            self._ahead.clear()
             self._forms.clear()
 
     @contextmanager
@@ -162,10 +175,10 @@ class Kinds(Regions):
             return type(call).forward(call, *args, **kwargs)
         own, kind = self._of(call, rows, args, kwargs, apart)
         if self._way == "ahead":
-            return _filled(kind.out, list(map(_blank, kind.fakes)))
+            return filled(kind.out, list(map(_blank, kind.fakes)))
         flat = *tensors_of((args, kwargs)), *own.tensors, *kind.sizes
         self.ran.append(kind.program)
-        return _filled(kind.out, self._run(kind, flat))
+        return filled(kind.out, self._run(kind, flat))
 
     def _run(self, kind: Kind, flat: tuple[Any, ...]) -> Any:
         """The results of the kind's program, which are captured where a capture is under way."""
@@ -197,13 +210,15 @@ class Kinds(Regions):
             given = own.known.further().of((args, kwargs))
             key = apart, in_force(), own.form, given
             ahead = self._way == "ahead"
-            found = known = self._kept.pop(key, None)
+            known = self._kept.pop(key, None)
+            found = self._ahead.get(key) if ahead and known is None else known
             if found is None or (found.numbers is not None and not ahead):
                 began = time.perf_counter()
-                found = self._recorded(known, _Called(key, rows, call, args, kwargs))
+                found = self._recorded(known, _Called(key, rows, call, args, kwargs, own.tensors))
                 self.seconds += time.perf_counter() - began
         if known is None and found.sizes and ahead:
-            return own, found  # not kept: whether the layer's code agrees is seen when it runs
+            self._ahead[key] = found  # for this step: its first run sees whether the code agrees
+            return own, found
         self._kept[key] = found
         if len(self._kept) > MOST_KEPT:
             self._kept.pop(next(iter(self._kept)))
@@ -228,60 +243,86 @@ class Kinds(Regions):
         ahead = self._way == "ahead"
         if found is None and (known := self._of_other_sizes(called)) is not None:
             return known
-        same = twin(module)[0]
-        numbers = record(same, called.args, called.kwargs) if found is None else found.numbers
+        numbers = called.record() if found is None else found.numbers
         assert numbers is not None
-        forward = partial(type(module).forward, module, *called.args, **called.kwargs)
-        if not ahead and _differs(numbers, called.flat, forward):
+        if not ahead and differs(numbers, called.flat, called.forward()):
             raise NotRegional(f"what was recorded of {name} has other results")
         if found is None:
             self._kind = type(module)
-            found = self._rewritten(numbers, called, keep=ahead or self.shares_sizes)
+            found = self._rewritten(numbers, called)
         if not ahead:
             found.numbers = None
             self._share(found, called)
         return found
 
-    def _rewritten(self, numbers: Recording, called: _Called, keep: bool) -> Kind:
-        """The kind of a recording, which is itself rewritten unless it is to be kept."""
+    def _rewritten(self, numbers: Recording, called: _Called) -> Kind:
+        """The kind of a recording, of which a copy is rewritten."""
         results: Any = numbers.module.graph.output_node().args[0]
         fakes = [node.meta["example_value"] for node in results]
-        recording = replace(numbers, module=_copied(numbers.module)) if keep else numbers
+        recording = replace(numbers, module=_copied(numbers.module))
         with _unguarded(recording), not_lowered(), hearing() as heard:
             found = Kind(numbers.out, fakes, self._program(recording.module), numbers)
-        if self.shares_sizes:
-            choices = choices_of(heard)
-            found.sample = Sample(
-                called.rows, called.key[-1], fakes, numbers, found.program, choices
-            )
+        choices = choices_of(heard, found.program)
+        if choices is not None:
+            given = called.key[-1]
+            found.sample = Sample(called.rows, given, fakes, numbers, found.program, choices)
         return found
 
-    def _alike(self, called: _Called) -> list[Kind]:
-        """The kinds of such layers that are samples of other sizes, the latest first."""
+    def _alike(self, called: _Called) -> list[tuple[Any, Kind]]:
+        """The kinds of such layers that are samples of other sizes, by key, the latest first."""
         *form, _ = called.key
         samples = ((k, kind) for k, kind in self._kept.items() if kind.sample is not None)
-        return [kind for (*other, _), kind in samples if other == form][::-1]
+        return [(key, kind) for key, kind in samples if [*key[:-1]] == form][::-1]
 
     def _share(self, found: Kind, called: _Called) -> None:
         """Have a kind serve other sizes with earlier ones that differ in sizes alone."""
         if (own := found.sample) is None:
             return
-        proven = (kind.sample for kind in self._alike(called) if kind.numbers is None)
+        proven = (kind.sample for _, kind in self._alike(called) if kind.numbers is None)
         others = [each for each in proven if each is not None and each.chosen == own.chosen]
         del others[MOST_SAMPLES - 1 :]
         for each in (others, *([other] for other in others)) if others else ():
-            with suppress(Differ):
+            with _unshared():
                 found.any_size = AnySize(own, *each)
                 return
 
     def _of_other_sizes(self, called: _Called) -> Kind | None:
         """A kind that recordings of other sizes serve, whose numbers are compared by now unless the
         layers run ahead."""
-        for kind in self._alike(called):
-            found, ahead = kind.any_size, self._way == "ahead"
-            if found is not None and (sizes := _served(found, called, ahead)) is not None:
-                return Kind(kind.out, found.fakes(sizes), found.program, None, sizes)
+        with _unshared():
+            return self._served(called)
         return None
+
+    def _served(self, called: _Called) -> Kind | None:
+        ran = None  # the layer's own code runs once, for all that may serve
+        for key, kind in self._alike(called):
+            found = kind.any_size
+            sizes = None if found is None else found.sizes(called.rows, called.key[-1])
+            if found is None or sizes is None:
+                continue
+            if self._way != "ahead":
+                ran = ran or called.follow()
+                if not found.follows(sizes, ran):
+                    continue  # it is not run: a kernel may trust the sizes that it is given
+                if differs(found.numbers, (*called.flat, *sizes), ran.result):
+                    return None
+            self._kept[key] = self._kept.pop(key)
+            return Kind(kind.out, found.fakes(sizes), found.program, None, sizes)
+        return None
+
+
+@contextmanager
+def _unshared() -> Iterator[None]:
+    """Errors of the block are reasons to record a layer for its sizes alone. Those of its own code
+    come again."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except AttnopsError:
+        pass
+    except Exception:
+        log.debug("recordings of other sizes serve no others", exc_info=True)
 
 
 @contextmanager
@@ -303,7 +344,10 @@ class PerKind(PerLayer):
     def __init__(self, kinds: Kinds, layered: Callable[..., Any]) -> None:
         super().__init__(kinds, layered, AsItRuns())
         self._kinds, self._watched = kinds, False
-        kinds.shares_sizes = True
+
+    @property
+    def repeats(self) -> bool:
+        return not self.regions.refusal
 
     def trace(self, bucket: Bucket) -> str:
         """Each bucket is recorded by itself, for its sizes, or served by recordings of others."""
@@ -350,7 +394,10 @@ class OneSize(AsItRuns):
 
     def __init__(self, kinds: Kinds) -> None:
         self._kinds, self._watched = kinds, False
-        kinds.shares_sizes = True
+
+    @property
+    def repeats(self) -> bool:
+        return True
 
     def trace(self, bucket: Bucket) -> str:
         return str(bucket)
@@ -393,68 +440,6 @@ def _unguarded(found: Recording) -> AbstractContextManager[Any]:
     return under_context(context)
 
 
-def _served(found: AnySize, called: _Called, ahead: bool) -> Sizes | None:
-    """The sizes of a call that recordings of other sizes serve, if the layer's own code does what
-    they do, and gives their numbers. ahead: it is not run."""
-
-    def forward(sizes: Sizes) -> Any:
-        ran = follow(twin(called.module)[0], called.args, called.kwargs)
-        if not found.follows(sizes, ran):
-            # The recordings are not run: a kernel may trust the sizes that it is given.
-            raise Differ("the layer's own code goes another way")
-        return ran.result
-
-    try:
-        sizes = found.sizes(called.rows, called.key[-1])
-        if sizes is None or ahead:
-            return sizes
-        if _differs(found.numbers, (*called.flat, *sizes), partial(forward, sizes)):
-            return None
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # those of the layer's own code come again
-        return None
-    return sizes
-
-
-def _differs(found: Recording, flat: tuple[Any, ...], forward: Callable[[], Any]) -> bool:
-    """Does the graph, before it is rewritten, give other numbers than the module's forward, or
-    write other ones into pages?"""
-    pages = [flat[i] for i in _pages(found.module.graph) if flat[i].nbytes <= MOST_COMPARED]
-    want = tensors_of(forward())
-    written = [t.clone() for t in pages]
-    got = tensors_of(_filled(found.out, found.module(*flat)))
-    alike = all(
-        a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
-        for a, b in zip(got, want, strict=True)
-    )
-    return not (alike and all(map(_equal, got + written, want + pages)))
-
-
-def _pages(graph: fx.Graph) -> list[int]:
-    """Which inputs an op of ours takes as pages, which it may write."""
-    taken: list[Any] = []
-    for node in graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target.namespace == "attnops":
-            names = (argument.name for argument in node.target._schema.arguments)
-            given = dict(zip(names, node.args, strict=False)) | node.kwargs
-            taken += (x for name, x in given.items() if name.endswith("_pages"))
-    found = {*_storages(x for x in taken if isinstance(x, fx.Node))}
-    inputs = graph.find_nodes(op="placeholder")
-    return [i for i, node in enumerate(inputs) if not found.isdisjoint(_storages([node]))]
-
-
-def _storages(nodes: Iterable[fx.Node]) -> Iterator[Any]:
-    return storages([node.meta.get("example_value") for node in nodes])  # sizes have none
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.is_floating_point() and a.itemsize == 1:
-        # torch compares few of the small floats on every device.
-        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-
-
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
     """Its graph, which holds no modules, on nodes of its own."""
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -479,7 +464,3 @@ def _are_apart(results: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
 def _blank(fake: Tensor) -> Tensor:
     """A tensor of this form, of any numbers."""
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-
-
-def _filled(out: Any, results: Any) -> Any:
-    return mapped(out, lambda x: results[x.index] if isinstance(x, Slot) else x)

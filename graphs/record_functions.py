@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..core.errors import AttnopsError
-from ..core.fx_effects import may_write, storages, written_by
+from ..core.fx_effects import comparable, may_write, storages, written_by
 from ..core.private_torch import (
     SET_GRAD,
     FakeTensorMode,
@@ -91,12 +91,13 @@ class Recording:
 
     module: of the tensors of `inputs`, in their order. It returns a tuple of tensors.
     out: the result, with a `Slot` for each tensor.
-    facts: what the code asked of tensors, in order, but for what follows from their form.
+    facts: what the code asked, of which values, in order, but for what follows from the form of a
+        tensor.
     """
 
     module: fx.GraphModule
     out: Any
-    facts: tuple[str, ...]
+    facts: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Followed:
 
     graph: fx.Graph
     out: Any
-    facts: tuple[str, ...]
+    facts: tuple[Any, ...]
     result: Any
 
 
@@ -147,7 +148,6 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     fakes = {name: fake(name, t) for name, t in own_tensors(module).items()}
     _replace(module, iter(fakes.values()))
     graph, out = recorder.finished(_run(recorder, module, args, kwargs, mode))
-    _refuse_writes(graph)
     return Recording(fx.GraphModule(nn.Module(), graph), out, tuple(recorder.facts))
 
 
@@ -155,7 +155,7 @@ def follow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """What `module.forward(*args, **kwargs)` calls, while it runs on these tensors.
 
     The result is that of the module only where it calls what it called on fake tensors: a caller
-    compares the two. module, and errors, as of `record`.
+    compares the two. module, and errors, as of `record`: nothing is written that it refuses.
     """
     recorder, own = _Follower(), own_tensors(module)
     for number, t in enumerate(tensors_of((args, kwargs))):
@@ -246,22 +246,6 @@ def _refuse_changes(before: dict[str, tuple[Any, Any]], after: dict[str, tuple[A
             raise NotRecorded(f"it changes {name}")
 
 
-def _refuse_writes(graph: fx.Graph) -> None:
-    """The module runs once more to compare it, and to write twice may give another result. Our ops
-    write the same again."""
-    inputs = {s: n for n in graph.find_nodes(op="placeholder") for s in storages(_example(n))}
-    for node in graph.nodes:
-        if str(node.target).startswith("attnops."):
-            continue
-        for storage in storages(list(map(_example, _written(node)))):
-            if storage in inputs:
-                raise NotRecorded(f"it writes {inputs[storage].name}")
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta["example_value"]
-
-
 def _written(node: fx.Node) -> Iterable[fx.Node]:
     """The tensors that a call may write: the first one alone, where its name says that it
     writes."""
@@ -281,9 +265,11 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.within = False
         self.inputs: list[Tensor] = []
-        self.facts: list[str] = []
-        self._graph = fx.Graph()
+        self.facts: list[Any] = []
+        self._graph, self._aside = fx.Graph(), fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
+        self._numbers: dict[fx.Node, int] = {}
+        self._storages: dict[Any, fx.Node] = {}  # of inputs
         self._kept: list[Any] = []  # so that no other tensor has the id of one of these
 
     def input(self, name: str, value: Tensor) -> Tensor:
@@ -293,9 +279,11 @@ class _Recorder(TorchFunctionMode):
         node._dynamo_source = Source(name)
         if isinstance(value, nn.Parameter):
             node.meta["tensor_dict"]["_dynamo_static_input_type"] = "unguarded"
+        self._number(node)
         if self._known(value) is None:
             self._keep(value, node)
         self.inputs.append(value)
+        self._storages.update(dict.fromkeys(storages(value), node))
         return value
 
     def __torch_function__(
@@ -308,6 +296,8 @@ class _Recorder(TorchFunctionMode):
             raise NotRecorded(f"it asks for {name} of a tensor")
         # Before the call, for one that writes may return another object.
         given = map_aggregate((args, kwargs), self._node)
+        if not self.within:
+            self._refuse_writes(func, *given)
         before, self.within = self.within, True
         try:
             out = func(*args, **kwargs)
@@ -336,6 +326,26 @@ class _Recorder(TorchFunctionMode):
                 self._graph.erase_node(node)
         return self._graph, out
 
+    def _refuse_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Before the call. The module runs once more to compare it, and to write twice may give
+        another result. Our ops write the same again."""
+        if getattr(func, "__name__", "") in ("__set__", "__delete__"):
+            raise NotRecorded(f"it sets {func.__self__.__name__} of a tensor")
+        node = self._aside.create_node(*_call(func, args, kwargs))
+        ours = str(node.target).startswith("attnops.")
+        written = [] if ours else list(map(self._held, _written(node)))
+        self._aside.erase_node(node)
+        for storage in storages(written):
+            if storage in self._storages:
+                raise NotRecorded(f"it writes {self._storages[storage].name}")
+
+    def _number(self, node: fx.Node) -> None:
+        self._numbers[node] = len(self._numbers)
+
+    def _held(self, node: fx.Node) -> Any:
+        """The tensor of a node."""
+        return node.meta["example_value"]
+
     def _keep(self, value: Tensor, node: fx.Node) -> None:
         self._nodes[id(value)] = node
         self._kept.append(value)
@@ -351,10 +361,7 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        name = getattr(func, "__name__", "")
         is_op = isinstance(func, (OpOverload, OpOverloadPacket))
-        if name in ("__set__", "__delete__"):
-            raise NotRecorded(f"it sets {func.__self__.__name__} of a tensor")
         if func is SET_GRAD:
             if args[0]:
                 raise NotRecorded("it switches gradients on")
@@ -362,19 +369,10 @@ class _Recorder(TorchFunctionMode):
         if not (out is None or is_op or _holds_tensors(out)):
             # A size, a dtype or another fact, which holds for all calls of this form.
             if _name(func) not in _OF_FORM:
-                self.facts.append(_name(func))
+                of = comparable((args, kwargs), self._numbers.__getitem__)
+                self.facts.append((_name(func), of))
             return
-        if name == "__get__":
-            self._add("call_function", getattr, (args[0], func.__self__.__name__), {}, out)
-        elif not _is_method(func, name):
-            self._add("call_function", func, args, kwargs, out)
-        elif name.startswith("__") and hasattr(operator, name):
-            self._add("call_function", getattr(operator, name), args, kwargs, out)
-        else:
-            self._add("call_method", name, args, kwargs, out)
-
-    def _add(self, kind: str, target: Any, args: Any, kwargs: Any, out: Any) -> None:
-        node = self._graph.create_node(kind, target, args, kwargs)
+        node = self._graph.create_node(*_call(func, args, kwargs))
         known = isinstance(out, Tensor) and self._known(out) is not None
         if known and not may_write(node):
             # A conversion to what the tensor is already. Its users read the tensor itself.
@@ -384,6 +382,7 @@ class _Recorder(TorchFunctionMode):
 
     def _value(self, node: fx.Node, out: Any) -> None:
         node.meta["example_value"] = out
+        self._number(node)
         if isinstance(out, Tensor):
             self._keep(out, node)
         elif isinstance(out, (tuple, list)):
@@ -400,6 +399,9 @@ class _Follower(_Recorder):
         self._nodes[id(value)] = node
         node.meta["alive"] = weakref.ref(value)
 
+    def _held(self, node: fx.Node) -> Any:
+        return node.meta["alive"]()
+
     def _known(self, value: Any) -> fx.Node | None:
         node = super()._known(value)
         return None if node is None or node.meta["alive"]() is not value else node
@@ -407,6 +409,18 @@ class _Follower(_Recorder):
     def _value(self, node: fx.Node, out: Any) -> None:
         super()._value(node, out)
         del node.meta["example_value"]
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+    """A node of this call."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return "call_function", getattr, (args[0], func.__self__.__name__), {}
+    if not _is_method(func, name):
+        return "call_function", func, args, kwargs
+    if name.startswith("__") and hasattr(operator, name):
+        return "call_function", getattr(operator, name), args, kwargs
+    return "call_method", name, args, kwargs
 
 
 def _name(func: Any) -> str:

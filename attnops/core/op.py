@@ -35,7 +35,7 @@ from attnops.core.private_torch import (
     uncast,
     without_modes,
 )
-from attnops.core.problem import Problem
+from attnops.core.problem import Problem, hearing
 from attnops.core.record import TYPES, Call, Spec, changed, check, fake, split, values
 from attnops.core.refuse_layouts import refuse_others
 from attnops.core.select import choose, parse_policy
@@ -339,9 +339,10 @@ def _fake(op: Op, chooses: bool) -> Callable[..., Any]:
             check(call)
             parsed = parse_policy(call.policy)
             if parsed.forced(op.name) or _WATCHERS:
-                problem = op.problem(call)
-                for watcher in tuple(_WATCHERS):
-                    watcher(op, problem, call)
+                with hearing():  # apart: a block around this call hears the same, whoever watches
+                    problem = op.problem(call)
+                    for watcher in tuple(_WATCHERS):
+                        watcher(op, problem, call)
                 if not _WATCHERS:
                     choose(problem, call.policy)
             _notify_compiler()

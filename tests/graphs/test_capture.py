@@ -42,6 +42,23 @@ def rows_of(mode, device, forward=lambda x: x * 2, sizes=(1, 2, 4, 8), **more):
     return graphed(mode, forward, Buckets(tokens=sizes), tokens=("x",), graphs=device, **more)
 
 
+def test_a_model_that_is_set_up_by_its_second_run():
+    """What that reads of data is none of the capture's."""
+
+    class Model(torch.nn.Module):
+        runs = 0
+
+        def forward(self, x):
+            self.runs += 1
+            if self.runs == 2:
+                self.most = float(x.max().item())
+            return x + 1
+
+    step = rows_of(breakable, StandIn(), Model(), sizes=(4,))
+    close(step(torch.ones(4)), torch.full((4,), 2.0))
+    assert step.captured == 1
+
+
 @pytest.mark.sweep(2)
 @both_modes
 def test_all_buckets_share_a_session_and_what_was_compiled(mode, monkeypatch):

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 import attnops
-from attnops.graphs import kinds as kinds_of_layers
+from attnops.graphs import compared, kinds as kinds_of_layers
 from attnops.graphs.compile_pieces import Program
 from attnops.graphs.cuda_graphs import Recorded
 from attnops.graphs.eager_capture import CaptureMode
@@ -364,7 +364,7 @@ def test_what_is_compared(monkeypatch):
 
     with pytest.raises(NotRegional, match=told):
         written()
-    monkeypatch.setattr(kinds_of_layers, "MOST_COMPARED", 0)
+    monkeypatch.setattr(compared, "MOST_COMPARED", 0)
     written()
 
 
@@ -482,6 +482,7 @@ def test_nothing_is_recorded_in_a_capture():
 
 def test_those_that_served_last_are_kept(monkeypatch):
     monkeypatch.setattr(kinds_of_layers, "MOST_KEPT", 2)
+    monkeypatch.setattr(Kinds, "_share", lambda *_: None)
     kinds, layer, found = Kinds(), Layer(plain), []
     for rows in (1, 2, 1, 3, 1, 2):
         run(kinds, [layer], torch.randn(rows, 4))

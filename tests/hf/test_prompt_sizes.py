@@ -83,7 +83,7 @@ def test_steps_of_other_rows_record_nothing(recorded, name, monkeypatch):
         found, added = [], []
         with first(model) as pair:
             del recorded[:]
-            for rows in (20, 2, 3, 7, 12):
+            for rows in (20, 2, 3, 7, 1, 12):
                 before = len(recorded)
                 with monkeypatch.context() as patch:
                     patch.setattr(prompt, "CAPTURED", (1,))
@@ -92,11 +92,11 @@ def test_steps_of_other_rows_record_nothing(recorded, name, monkeypatch):
                 added.append(len(recorded) - before)
         return found, added
 
-    shared, (*_, one, other, last) = captured()
+    shared, (*_, third, fourth, one, last) = captured()
     monkeypatch.setattr(Kinds, "_share", lambda *_: None)
     apart, (*_, each) = captured()
     assert all(map(torch.equal, shared, apart))
-    assert one == other == last == 0 < each
+    assert third == fourth == one == last == 0 < each
 
 
 def test_chunks_over_cached_tokens(recorded):

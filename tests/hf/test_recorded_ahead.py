@@ -120,7 +120,7 @@ def counted(monkeypatch):
         (Program, "run"),
         (Form, "of_module"),
         (kinds, "record"),
-        (kinds, "_differs"),
+        (kinds, "differs"),
         (kinds.Kinds, "__call__"),
     ):
         count(owner, name)
@@ -130,7 +130,7 @@ def counted(monkeypatch):
 def test_a_capture_does_once_what_equal_layers_share(counted):
     """A whole forward is captured, and at the first size over some pages one of the layers' own
     code is watched."""
-    once = {"of_module": 6, "_differs": 1, "run": 1 + 6}
+    once = {"of_module": 6, "differs": 1, "run": 1 + 6}
     with first(tiny.model("llama", num_hidden_layers=6)) as pair:
         for length, counts in ((90, {"__call__": 3 * 6}), (60, {"__call__": 2 * 6, "record": 1})):
             assert pair.same(2, length, 1).prompt == ""

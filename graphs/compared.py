@@ -1,0 +1,55 @@
+"""Compares what was recorded of a layer with its own code, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..core.fx_effects import storages
+from ..core.private_torch import OpOverload
+from .forms import filled, tensors_of
+from .record_functions import Recording
+
+MOST_COMPARED = 2**26
+"""Bytes of pages that are compared: those of a server may take most of the memory."""
+
+
+def differs(found: Recording, flat: tuple[Any, ...], result: Any) -> bool:
+    """Does the graph, before it is rewritten, give other numbers than the module's forward, which
+    has run on the same tensors, or write other ones into pages? result: of the forward."""
+    pages = [flat[i] for i in _pages(found.module.graph) if flat[i].nbytes <= MOST_COMPARED]
+    want = tensors_of(result)
+    written = [t.clone() for t in pages]
+    got = tensors_of(filled(found.out, found.module(*flat)))
+    alike = all(
+        a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+        for a, b in zip(got, want, strict=True)
+    )
+    return not (alike and all(map(_equal, got + written, want + pages)))
+
+
+def _pages(graph: fx.Graph) -> list[int]:
+    """Which inputs an op of ours takes as pages, which it may write."""
+    taken: list[Any] = []
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace == "attnops":
+            names = (argument.name for argument in node.target._schema.arguments)
+            given = dict(zip(names, node.args, strict=False)) | node.kwargs
+            taken += (x for name, x in given.items() if name.endswith("_pages"))
+    found = {*_storages(x for x in taken if isinstance(x, fx.Node))}
+    inputs = graph.find_nodes(op="placeholder")
+    return [i for i, node in enumerate(inputs) if not found.isdisjoint(_storages([node]))]
+
+
+def _storages(nodes: Iterable[fx.Node]) -> Iterator[Any]:
+    return storages([node.meta.get("example_value") for node in nodes])  # sizes have none
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.is_floating_point() and a.itemsize == 1:
+        # torch compares few of the small floats on every device.
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
