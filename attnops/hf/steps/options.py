@@ -67,6 +67,6 @@ class Decode:
 
     @property
     def prompts_after(self) -> int:
-        """The tokens of prompts after which their layers are compiled: it takes so many to win a
+        """As many tokens of prompts run before their layers are compiled. It takes so many to win a
         compiler's time back."""
         return 64 * (256 if self.compile_after is None else self.compile_after)
