@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from ..core.errors import AttnopsError, one_line
 from ..core.fx_effects import storages
 from ..core.op import not_lowered
+from ..core.precompile import beginning
 from ..core.private_torch import TracingContext, under_context
 from ..core.problem import hearing
 from .any_size import AnySize, Sample, Sizes, choices_of
@@ -243,7 +244,9 @@ class Kinds(Regions):
         ahead = self._way == "ahead"
         if found is None and (known := self._of_other_sizes(called)) is not None:
             return known
-        numbers = called.record() if found is None else found.numbers
+        # Also what the layer's own code launches, which is compared with the recording.
+        with beginning() if ahead else nullcontext():
+            numbers = called.record() if found is None else found.numbers
         assert numbers is not None
         if not ahead and differs(numbers, called.flat, called.forward()):
             raise NotRegional(f"what was recorded of {name} has other results")

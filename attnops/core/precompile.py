@@ -28,12 +28,9 @@ def start() -> None:
 
 
 @contextmanager
-def ahead() -> Iterator[None]:
-    """Within the block calls are made on fake tensors, and the kernel that is chosen for each
-    begins to build what it will wait for.
-
-    No kernel runs. Real tensors are read as fake ones.
-    """
+def beginning() -> Iterator[None]:
+    """Of each call on fake tensors within the block, the kernel that is chosen begins to build what
+    it will wait for."""
 
     def begun(op: Op, problem: Problem, call: Any) -> None:
         with suppress(*FAILURES):  # the call itself raises them
@@ -41,10 +38,17 @@ def ahead() -> Iterator[None]:
 
     end = watch(begun)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
+        yield
     finally:
         end()
+
+
+@contextmanager
+def ahead() -> Iterator[None]:
+    """As `beginning`, of calls that are made on fake tensors within the block. No kernel runs. Real
+    tensors are read as fake ones."""
+    with beginning(), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 def begin(kernel: Kernel, call: Any) -> None:

@@ -45,7 +45,7 @@ def begin(
 
     Once for the pages, a bucket of rows, and a policy, with steps and without. make: returns a
     cache over given pages, with `filled=True` without a change to them. record: records the layers
-    of the steps.
+    of the steps, by which their kernels begin.
     """
     sizes = pages.sizes
     many = next(n for n in sorted(decode_sizes(sizes.rows)) if n >= rows) if sizes.fixed else rows
@@ -55,8 +55,9 @@ def begin(
     pages.begun.add(kind)
     if not (sizes.device.type == "cpu" or over_latents(sizes.layers[0])):
         with contextlib.suppress(Exception):  # steps themselves raise it
-            for count, of in ((prompt, rows), (1, many)):
-                step(make(pages, filled=True), of, count)
+            step(make(pages, filled=True), rows, prompt)
+            if record is None:
+                step(make(pages, filled=True), many, 1)
     if record is not None:
         with contextlib.suppress(Exception):
             record()
