@@ -53,7 +53,7 @@ from attnops.hf.steps.captures import (
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance, holds
 from attnops.hf.steps.options import Decode
-from attnops.hf.steps.precompile import keeps
+from attnops.hf.steps.precompile import awaits_kernels
 from attnops.hf.steps.prompt import Prompts
 from attnops.hf.steps.reasons import runs_hooks
 from attnops.lowering import Product
@@ -225,7 +225,7 @@ class Decoder:
         """None: kernels of the step are still being compiled."""
         with self._graphs_of(state, input_ids.shape[0]) as found:
             may_wait = self.how.mode == "auto" and not self._at_once
-            state.waits = may_wait and keeps(found, input_ids.shape[0])
+            state.waits = may_wait and awaits_kernels(found, input_ids.shape[0])
             if state.waits:
                 return None
             live = found.live[: input_ids.shape[0]]

@@ -63,7 +63,7 @@ def begin(
             record()
 
 
-def keeps(over: Over, rows: int) -> bool:
+def awaits_kernels(over: Over, rows: int) -> bool:
     """Would the capture of a step of so many rows wait for kernels? They begin here if they have
     not begun. Not under a deterministic policy, which waits: bits may not follow from the time."""
     found = not over.captured("decode", rows, rows)
@@ -76,8 +76,8 @@ def keeps(over: Over, rows: int) -> bool:
     return found
 
 
-def keeps_chunks(chunks: Sequence[tuple[Over, int]]) -> bool:
-    """As `keeps`, of graphs and numbers of tokens."""
+def chunks_await_kernels(chunks: Sequence[tuple[Over, int]]) -> bool:
+    """As `awaits_kernels`, of graphs and numbers of tokens."""
     new = [(over, n) for over, n in chunks if not over.captured("mixed", n, 1)]
     for over, tokens in new:
         with contextlib.suppress(Exception):

@@ -54,7 +54,7 @@ from attnops.hf.steps.chunks import (
     windows_behind,
 )
 from attnops.hf.steps.compiled_layers import Here, modules_of
-from attnops.hf.steps.precompile import COMPILING, keeps_chunks
+from attnops.hf.steps.precompile import COMPILING, chunks_await_kernels
 from attnops.lowering import merge_linears_pass
 from attnops.nn.latent import is_viewed
 
@@ -226,7 +226,7 @@ class Prompts:
             return None
         over = self._graphs_of(parts, graphs, recorded)
         chunks = [(each, part.size) for each, part in zip(over, parts, strict=False) if each]
-        if not self.why and recorded and keeps_chunks(chunks):
+        if not self.why and recorded and chunks_await_kernels(chunks):
             self.why = COMPILING
         if self.why:
             return None
