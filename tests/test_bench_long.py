@@ -57,6 +57,7 @@ def measured(suite, point, setup=TWO):
     return by_way(run(setup, models.keeper(setup), "llama", point))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("suite", "share"), [("decode", "of_bandwidth"), ("prefill", "of_matmul")])
 def test_every_way_is_right_at_a_long_point(suite, share):
     rows = measured(suite, Point(3, 40))
@@ -137,6 +138,7 @@ NOW = {"name": "right"}
 """A call like an earlier one takes the earlier one's kernel, which looks here."""
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("suite", "name"),
     [*product(("decode", "prefill"), MUTANTS), *(("decode", name) for name in OF_STEPS)],

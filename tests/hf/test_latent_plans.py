@@ -46,6 +46,7 @@ def served(mode, kernel=FA3, heads=4, **more):
     return patched(deepseek(heads), mode, kernel, vendor=flashinfer_mla, **more)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_of_changing_batches(mode):
     """Left padding, rows that come and go, pages that fill up. A plan has no lengths that can be
@@ -66,6 +67,7 @@ def test_other_kernels_and_heads(heads, kernel, arch):
         assert pair.ran[f"{kernel[-3:]}.run"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 def test_the_graph_is_whole(mode):
     with served(mode) as pair:
@@ -75,6 +77,7 @@ def test_the_graph_is_whole(mode):
         assert str(pair.handle.took).startswith(f"cache=paged, decode={mode}")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mode", ["hf", "breakable", "auto"])
 @pytest.mark.parametrize("policy", [{"kernel": FA3}, {"prefer": (FA3,)}])
 def test_a_policy_asks_for_it(policy, mode):
@@ -96,6 +99,7 @@ def test_a_kernel_that_nobody_asks_for(monkeypatch, us, taken):
         assert bool(pair.ran["fa3.run"]) == taken
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", ["breakable", "piecewise"])
 def test_a_graph_of_host_plans_makes_none_on_the_device(monkeypatch, mode):
     """No layer would read it."""

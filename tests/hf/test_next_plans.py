@@ -112,6 +112,7 @@ def between(model, handle, caches):
     yield step(31, rows=1).expand(2, -1, -1)
 
 
+@pytest.mark.sweep(2)
 @kinds
 def test_a_plan_serves_no_other_step(kind):
     """Another cache, a crop, a step and a prompt without graphs, a reset, fewer rows."""
@@ -124,6 +125,7 @@ def test_a_plan_serves_no_other_step(kind):
     assert max(relative(*each) for each in zip(*found, strict=True)) < LIMIT
 
 
+@pytest.mark.sweep(2)
 @kinds
 def test_a_plan_of_another_policy(kind):
     found = []

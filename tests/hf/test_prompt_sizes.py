@@ -38,7 +38,7 @@ def grown(recorded, lengths, call):
     return added
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "olmo2", "minicpm3", "phi3"])
 def test_prompts_of_other_sizes_record_nothing(recorded, name):
     with first(name) as pair:
@@ -51,7 +51,7 @@ def test_prompts_of_other_sizes_record_nothing(recorded, name):
         assert one >= other > 0 and not any(further)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_bits_are_those_of_recordings_of_each_size(recorded, name, monkeypatch):
     """Mixtures in bfloat16, for torch's grouped products have no fake result in float32."""
@@ -73,7 +73,7 @@ def test_bits_are_those_of_recordings_of_each_size(recorded, name, monkeypatch):
     assert all(map(torch.equal, shared, apart)) and last == 0 < each
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_steps_of_other_rows_record_nothing(recorded, name, monkeypatch):
     """Neither ahead nor before their capture."""

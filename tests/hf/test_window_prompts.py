@@ -47,7 +47,7 @@ def called(pair, cache, ids, mask, begin, end):
     return "" if pair.decoder.prompts.why else pair.decoder.prompts.took
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("pad", [0, 5])
 def test_turns_of_a_conversation_are_captured(name, pad):
@@ -70,7 +70,7 @@ STEPS = ((0, 40), (40, 95), (95, 96), (96, 150), (150, 157), (157, 158), (158, 2
 
 
 @torch.no_grad()
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("name", "window"), [*((name, 8) for name in FAMILIES), ("gemma3", 64)])
 @pytest.mark.parametrize("chunk", [prompt.CHUNK, 48])
 def test_logits(name, window, chunk, bounds):
@@ -111,6 +111,7 @@ def test_a_long_prompt_is_captured_in_chunks(name, bounds):
         assert ran == ["", "captured", "captured"], pair.handle.report()
 
 
+@pytest.mark.sweep(2)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 @pytest.mark.parametrize(("after", "took"), [(99, ["compiled", "", ""]), (0, ["captured"] * 3)])
@@ -133,6 +134,7 @@ def conversation(pair, cache, mask):
     return called(pair, cache, ids, mask, 60, 110)
 
 
+@pytest.mark.sweep(2)
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
 @pytest.mark.parametrize("mode", ["auto", "piecewise"])
