@@ -460,7 +460,8 @@ class Graphed(Options):
         """
         if self.budget_bytes is not None:
             return device.measured(lambda: self.runner.run(self, bucket, values))
-        device.warm(lambda: ran or self.runner.run(self, bucket, values))
+        # Also where it ran: this empties the allocator's cache, which a capture cannot use.
+        device.warm(lambda: None if ran else self.runner.run(self, bucket, values))
         return 0
 
     def _fits(self, bucket: Bucket, need: int) -> bool:

@@ -259,7 +259,7 @@ class Kinds(Regions):
         return found
 
     def _rewritten(self, numbers: Recording, called: _Called) -> Kind:
-        """The kind of a recording, of which a copy is rewritten."""
+        """Rewrite a copy of a recording. Returns the kind."""
         results: Any = numbers.module.graph.output_node().args[0]
         fakes = [node.meta["example_value"] for node in results]
         recording = replace(numbers, module=_copied(numbers.module))

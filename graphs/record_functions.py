@@ -91,8 +91,8 @@ class Recording:
 
     module: of the tensors of `inputs`, in their order. It returns a tuple of tensors.
     out: the result, with a `Slot` for each tensor.
-    facts: what the code asked, of which values, in order, but for what follows from the form of a
-        tensor.
+    facts: what the code asked and of which values, in order. What follows from the form of a
+        tensor is left out.
     """
 
     module: fx.GraphModule

@@ -72,6 +72,16 @@ def asked(kind):
     return [make(sizes, at, some).keywords for at in range(sizes.calls)]
 
 
+def test_the_stream_of_dtypes_rounds_no_number():
+    """Its first call is judged after all others."""
+    [model] = changes.KINDS["dtypes"].models(TOY, models.build(TOY, "llama", POINT))
+    before = {name: t.clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    assert model.dtype == TOY.dtype and any("inv_freq" in name for name in before)
+    model.to(changes.other_dtype(TOY)).to(TOY.dtype)
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        assert torch.equal(t, before[name]), name
+
+
 def test_sizes_are_random_and_reach_what_users_have():
     lengths = [given["point"].context for given in asked("new prompt lengths")]
     assert min(lengths) < 100 and 4000 < max(lengths) <= 4096 and len(set(lengths)) > 150

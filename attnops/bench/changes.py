@@ -221,12 +221,11 @@ def dtypes(sizes: Sizes, at: int, some: Random) -> Turn:
 
 
 def in_both_dtypes(setup: Setup, model: Any) -> list[Any]:
-    """The model with numbers that both dtypes of `dtypes` hold, so that no turn rounds them: the
-    frequencies of a rotation are of float32."""
-    found = models.twin(model)
+    """The model, which gets numbers that both dtypes of `dtypes` hold, so that no turn rounds them:
+    the frequencies of a rotation are of float32."""
     for dtype in 2 * (other_dtype(setup), setup.dtype):
-        found.to(dtype)
-    return [found]
+        model.to(dtype)
+    return [model]
 
 
 def other_dtype(setup: Setup) -> torch.dtype:

@@ -339,7 +339,9 @@ def _fake(op: Op, chooses: bool) -> Callable[..., Any]:
             check(call)
             parsed = parse_policy(call.policy)
             if parsed.forced(op.name) or _WATCHERS:
-                with hearing():  # apart: a block around this call hears the same, whoever watches
+                # A block of hearing() around this one hears nothing of it: the Problem is made, or
+                # not, for watchers in other threads.
+                with hearing():
                     problem = op.problem(call)
                     for watcher in tuple(_WATCHERS):
                         watcher(op, problem, call)

@@ -78,7 +78,8 @@ class Plan:
         `[rows]`, the tokens in the last page of each row. A decode over the same pages needs no
         other plan once these are written. It returns None for a plan that needs more.
     fixed: has each host's plan of the same sizes the same header? A graph may then hold the kernel,
-        and be replayed after another plan. fixed_steps: so of steps of one new token a request.
+        and be replayed after another plan.
+    fixed_steps: has each plan of a step of one new token a request?
     """
 
     sizes: Callable[..., tuple[int, int]] | None = None

@@ -58,8 +58,8 @@ class Generation:
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
     around: the generation in whose call this one began, as in a LogitsProcessor.
-    looked: the glance at the owner (attnops.hf.steps.model_state) that was found to hold when its
-    cache was chosen. None once code may have run that is not known to leave the model as it is.
+    looked: the glance at the owner (attnops.hf.steps.model_state) that still held when its cache
+    was chosen. None after code that may have changed the owner.
     read: (the last mask that the host has read, its version, what it read), or (), see `on_host`.
     """
 

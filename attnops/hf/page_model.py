@@ -133,7 +133,7 @@ class PagedMode:
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
-        self._asked: ModelFacts | None = None
+        self._looks: ModelFacts | None = None
         self._kept: tuple[Problem, ...] | None = None
 
     def _modules(self, found: Match) -> list[Any]:
@@ -182,7 +182,7 @@ class PagedMode:
             fail(PatchError, f"{got} on {device}; want {want}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_decoder": None, "_asked": None}
+        return {**self.__dict__, "_pool": None, "_decoder": None, "_looks": None}
 
     def apply(self) -> None:
         """Set the hooks and the methods. Weights first, for whose copies there may be no memory."""
@@ -318,19 +318,19 @@ class PagedMode:
         give_back(cache)
         return made
 
-    def _asks(self) -> ModelFacts:
-        if self._asked is None:
+    def _model_facts(self) -> ModelFacts:
+        if self._looks is None:
             lists, known = self._lists, self.implementation
-            self._asked = ModelFacts(self._owner, self.windows, lists, known)
-        return self._asked
+            self._looks = ModelFacts(self._owner, self.windows, lists, known)
+        return self._looks
 
     def _facts(self) -> Facts:
-        """The model as it is now, where its `generate()` chooses a cache."""
-        return self._asks().facts(None if self._decoder is None else self._decoder.glance)
+        """Facts of the model as it is now."""
+        return self._model_facts().facts(None if self._decoder is None else self._decoder.glance)
 
     def _sizes(self, facts: Facts | None, rows: int, length: int, back: int = 0) -> Sizes:
         """back: positions of a step that may be taken back."""
-        device, dtype = self._asks().place(facts)
+        device, dtype = self._model_facts().place(facts)
         module = next(iter(self.windows))
         if self.latents:
             dims = dims_of(module)

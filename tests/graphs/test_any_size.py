@@ -238,7 +238,7 @@ def test_kernels_that_are_others_by_now(recorded, monkeypatch, other):
 
 
 def test_calls_that_others_watch(recorded):
-    """What passes ask is told to others, too. It is no call of the layer."""
+    """A watcher sees what a pass asks for, and the choices of the layer stay the same."""
 
     def asks(gm):
         x = next(iter(gm.graph.nodes)).meta["example_value"]

@@ -82,8 +82,8 @@ def test_many_random_steps_of_windows(mode):
 
 @pytest.mark.parametrize("windows", [False, True])
 def test_rows_of_nobody_in_every_table(windows):
-    """Nothing of a longer batch is left, and the tokens of nobody of a batch stay nobody's: the
-    last end of their batch is known to the device alone."""
+    """A shorter batch reads nothing of a longer one. Tokens of a batch that belong to no request
+    stay so: the device alone knows where the last request ends."""
     buckets = Buckets(decode=(4,), tokens=(16,), requests=4)
     pair = windowed(breakable, buckets) if windows else Pair(breakable, buckets)
     pair.agree("abcd", [4, 3, 2, 5])

@@ -11,7 +11,8 @@ from attnops.hf import Decode, Took
 from attnops.hf.attention import over_pages
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.page_sizes import Sizes
-from attnops.hf.steps import captures, precompile
+from attnops.hf.steps import captures, precompile, prompt
+from attnops.kernels.triton.launch import linear_tiles
 from attnops.ops import paged_layers
 from tests.hf.decoding import asked, beside, first, generated, replays
 
@@ -179,3 +180,7 @@ def test_which_kernel_is_there(threads):
         with attnops.use(deny=(there.attention, there.write)):
             [others] = ModelPages(sizes).meanwhile()
             assert not {there.attention, there.write} & {*others}
+
+
+def test_chunks_of_few_tokens_are_those_of_the_kernel_of_few_rows():
+    assert captures.FEW == linear_tiles.MOST_ROWS == prompt.CAPTURED[0]

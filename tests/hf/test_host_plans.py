@@ -117,6 +117,17 @@ def patched(model, mode, kernel="flashinfer", arch=90, vendor=flashinfer_modules
         yield pair
 
 
+def serves_under(pair, policy, name):
+    """A function of the stand-in runs under a policy, and none under another one."""
+    with attnops.use(**policy):
+        pair.same(*CALLS[0])
+        assert pair.ran[name]
+    before = len(pair.calls)
+    with attnops.use("reference"):
+        pair.same(*CALLS[0])
+    assert len(pair.calls) == before
+
+
 MODES = ("hf", "breakable", "auto", "piecewise")
 
 
@@ -153,13 +164,7 @@ def test_the_graph_is_whole(mode):
 @pytest.mark.parametrize("policy", [{"kernel": "flashinfer"}, {"prefer": ("flashinfer",)}])
 def test_a_policy_asks_for_it(policy, mode):
     with patched(llama(), mode, kernel=None) as pair:
-        with attnops.use(**policy):
-            pair.same(*CALLS[0])
-            assert pair.ran["decode.run"]
-        before = len(pair.calls)
-        with attnops.use("reference"):
-            pair.same(*CALLS[0])
-        assert len(pair.calls) == before
+        serves_under(pair, policy, "decode.run")
 
 
 def test_a_step_over_the_same_pages_has_no_new_plan(monkeypatch):

@@ -13,7 +13,7 @@ from attnops.hf.cache.step_plans import mean_plan_us
 from attnops.ops import latent_layers
 from tests.hf.decoding import logits
 from tests.hf.helpers import relative
-from tests.hf.test_host_plans import CALLS, LIMIT, MODES, Forced, patched
+from tests.hf.test_host_plans import CALLS, LIMIT, MODES, Forced, patched, serves_under
 from tests.standins import flashinfer_mla
 
 FA2, FA3 = "flashinfer_mla_fa2", "flashinfer_mla_fa3"
@@ -82,13 +82,7 @@ def test_the_graph_is_whole(mode):
 @pytest.mark.parametrize("policy", [{"kernel": FA3}, {"prefer": (FA3,)}])
 def test_a_policy_asks_for_it(policy, mode):
     with served(mode, kernel=None) as pair:
-        with attnops.use(**policy):
-            pair.same(*CALLS[0])
-            assert pair.ran["fa3.run"]
-        before = len(pair.calls)
-        with attnops.use("reference"):
-            pair.same(*CALLS[0])
-        assert len(pair.calls) == before
+        serves_under(pair, policy, "fa3.run")
 
 
 @pytest.mark.parametrize(("us", "taken"), [(0.0, True), (1e9, False)])

@@ -66,6 +66,7 @@ class Step(NamedTuple):
     fresh: the cache was empty before the step.
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
     planners: as in `StepPlans`; empty where no layer reads a plan.
+    meanwhile: as `ModelPages.meanwhile`; empty where layers choose their kernels.
     """
 
     batch: PagedBatch
@@ -73,6 +74,7 @@ class Step(NamedTuple):
     fresh: bool
     one_launch: tuple[bool, ...] = ()
     planners: tuple[Planner | None, ...] = ()
+    meanwhile: tuple[Meanwhile, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -401,7 +403,7 @@ class PagedModelCache(Cache):
             past,
             step.fresh,
             one_launch=one_launch,
-            meanwhile=pages.meanwhile()[number] if self._waits(start) else None,
+            meanwhile=step.meanwhile[number] if step.meanwhile else None,
         )
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
@@ -445,37 +447,40 @@ class PagedModelCache(Cache):
         real = state.real
         fresh = not state.filled
         before = state.pages.seen - start
-        plans = pages.plans() if state.start is not None and count == 1 else None
-        batch = described(pages, before, real, count, heads, plans is not None and plans.whole)
+        by_hand = _captured_by_hand(state, before)
+        # Several tokens of a fresh step attend to each other.
+        plans = None if by_hand or (fresh and count > 1) else pages.plans()
+        in_graph = state.start is not None and count == 1
+        planned = in_graph and plans is not None and plans.whole
+        batch = described(pages, before, real, count, heads, planned)
         long = not fresh and count > pages.sizes.drafts
         past = tuple(
             pages.past(before, table) if window and long else None
             for table, window in enumerate(pages.windows)
         )
-        planners: tuple[Planner | None, ...] = ()
-        # Several tokens of a fresh step attend to each other.
-        if not _captured_by_hand(state, before) and not (fresh and count > 1):
-            plans = pages.plans()
-            planners = () if plans is None else _planned(plans, state, before, count, batch)
+        planners = () if plans is None else _planned(plans, state, before, count, batch)
         # A run on fake tensors, as of `explain`, stores no token.
         if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
-        one_launch = self._one_launch() if count == 1 else ()
-        return Step(batch, past, fresh, one_launch, planners)
+        meanwhile = () if by_hand else self._meanwhile(before)
+        one_launch = self._one_launch(meanwhile) if count == 1 else ()
+        return Step(batch, past, fresh, one_launch, planners, meanwhile)
 
-    def _one_launch(self) -> tuple[bool, ...]:
-        """As `ModelPages.one_launch`; empty where another kernel serves meanwhile."""
-        pages = self.state.pages
-        waits = self.state.waits and pages.meanwhile()
-        there = waits and all(each.attention for each in waits)
-        found: tuple[bool, ...] = () if there else pages.one_launch()
+    def _meanwhile(self, before: Tensor) -> tuple[Meanwhile, ...]:
+        """As `ModelPages.meanwhile` where the step waits for graphs; else empty. So in a trace,
+        which others run later, and on fake tensors, by which kernels begin to be compiled."""
+        state = self.state
+        if not state.waits or torch.compiler.is_compiling() or isinstance(before, FakeTensor):
+            return ()
+        found: tuple[Meanwhile, ...] = state.pages.meanwhile()
         return found
 
-    def _waits(self, start: Tensor) -> bool:
-        """Do layers take other kernels meanwhile? Not on fake tensors, by which kernels begin."""
-        waits = self.state.waits and not isinstance(start, FakeTensor)
-        return bool(waits and self.state.pages.meanwhile())
+    def _one_launch(self, meanwhile: tuple[Meanwhile, ...]) -> tuple[bool, ...]:
+        """As `ModelPages.one_launch`; empty where other kernels of attention serve meanwhile."""
+        there = meanwhile and all(each.attention for each in meanwhile)
+        found: tuple[bool, ...] = () if there else self.state.pages.one_launch()
+        return found
 
     def _foreseen(self, start: Tensor) -> Step | None:
         """The next step of one token, which is then counted as seen; None where its batch must be
@@ -510,8 +515,9 @@ class PagedModelCache(Cache):
             state.unfinished = 1
             pages.seen.add_(1)
         batch, past = ahead.batches[seen - ahead.seen], (None,) * len(pages.windows)
-        one_launch = self._one_launch() if state.waits else ahead.one_launch
-        return Step(batch, past, False, one_launch)
+        meanwhile = self._meanwhile(start)
+        one_launch = self._one_launch(meanwhile) if meanwhile else ahead.one_launch
+        return Step(batch, past, False, one_launch, meanwhile=meanwhile)
 
 
 def _captured_by_hand(state: State, before: Tensor) -> bool:

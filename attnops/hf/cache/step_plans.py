@@ -72,10 +72,11 @@ def mean_plan_us(planning: Kernel, step: Problem, rows: int) -> float:
 class StepPlans:
     """The plans of all layers of a model's pages, under one policy.
 
-    kinds: by the layers' Problem. planners: for each layer its own, or None. whole: has each layer
-    one? forced: is the kernel
-    to serve steps of several tokens, too? asked: are steps outside of graphs planned, for which
-    the host waits? So they are where one of the kinds is.
+    kinds: by the layers' Problem.
+    planners: for each layer its own, or None. whole: has each layer one?
+    forced: is the kernel to serve steps of several tokens, too?
+    asked: are steps outside of graphs planned, for which the host waits? So they are where one of
+    the kinds is.
     """
 
     def __init__(self, pages: ModelPages, kinds: dict[Problem, Kind], policy: Policy) -> None:

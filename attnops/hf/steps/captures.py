@@ -34,7 +34,7 @@ WAIT_S = 0.1
 disk are loaded in less."""
 
 FEW = 64
-"""Tokens of chunks whose linears have other kernels than those of more."""
+"""Chunks of at most so many tokens have other kernels of linears than longer ones."""
 
 TRIES = 3
 """How often a capture is tried again after failures that say nothing of the model."""
@@ -80,8 +80,8 @@ class Over:
     cache: a cache of ours over the pages. mode: of the steps; of chunks see `of_prompts`.
     live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran,
     by bucket.
-    counted: buckets that `grew` has seen. building: what captures wait for, once they were begun:
-    by bucket of steps, and by `_of_chunks`.
+    counted: buckets that `grew` has seen.
+    building: what captures wait for, once they were begun: by bucket of steps, and by `_of_chunks`.
     """
 
     cache: PagedModelCache

@@ -1,7 +1,9 @@
 """Kernels of the first steps over new pages begin to be compiled before the model runs, while its
 first layers are on their way.
 
-No call waits for them for long: the model's own layers run its steps and prompts meanwhile."""
+A call waits `captures.WAIT_S` at most for those of its graphs: the model's own layers run its steps
+and prompts meanwhile.
+"""
 
 from __future__ import annotations
 

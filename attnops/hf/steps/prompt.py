@@ -44,7 +44,7 @@ from attnops.hf.attention.descriptor import padding_of
 from attnops.hf.cache.names import argument, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, Step
 from attnops.hf.steps.calls import more
-from attnops.hf.steps.captures import Failures, Over, passing
+from attnops.hf.steps.captures import FEW, Failures, Over, passing
 from attnops.hf.steps.chunks import (
     Part,
     packed,
@@ -61,7 +61,7 @@ from attnops.nn.latent import is_viewed
 CHUNK = 4096
 """The most tokens of a chunk, which bounds the memory of a long prompt."""
 
-CAPTURED = (64, *range(128, 2561, 128), *range(2816, CHUNK + 1, 256))
+CAPTURED = (FEW, *range(128, 2561, 128), *range(2816, CHUNK + 1, 256))
 """Tokens of chunks in graphs. From 1,281 tokens on, padding is less than a tenth of a chunk."""
 
 CAPTURE_AFTER = 3
@@ -103,11 +103,7 @@ class Prompts:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        inner: str | Inner,
-        pack: bool,
+        self, model: nn.Module, forward: Callable[..., Any], inner: str | Inner, pack: bool
     ) -> None:
         self._model, self._forward, self._inner = model, forward, inner
         self._passes = (merge_linears_pass,) if pack else ()
@@ -225,9 +221,6 @@ class Prompts:
         if self.why:
             return None
         over = self._graphs_of(parts, graphs, recorded)
-        chunks = [(each, part.size) for each, part in zip(over, parts, strict=False) if each]
-        if not self.why and recorded and chunks_await_kernels(chunks):
-            self.why = COMPILING
         if self.why:
             return None
         try:
@@ -273,9 +266,13 @@ class Prompts:
         after = RECORD_AFTER if recorded else CAPTURE_AFTER
         due = [self._due(part, graphs, after) for part in parts]
         against = [why for why in due if isinstance(why, str)]
+        found = [None if isinstance(each, str) else each for each in due]
         if against and (recorded or self._once or due == [_early(after)]):
             self.why = against[0]
-        return [None if isinstance(each, str) else each for each in due]
+        elif recorded:
+            sizes = [(each, part.size) for each, part in zip(found, parts, strict=True) if each]
+            self.why = COMPILING if chunks_await_kernels(sizes) else ""
+        return found
 
     def _due(self, part: Part, graphs: Callable[[bool], Over], after: int) -> Over | str:
         """The graphs that have a chunk, or why it has none by now. after: as `CAPTURE_AFTER`."""
