@@ -453,11 +453,7 @@ class PagedModelCache(Cache):
         in_graph = state.start is not None and count == 1
         planned = in_graph and plans is not None and plans.whole
         batch = described(pages, before, real, count, heads, planned)
-        long = not fresh and count > pages.sizes.drafts
-        past = tuple(
-            pages.past(before, table) if window and long else None
-            for table, window in enumerate(pages.windows)
-        )
+        past = _past(pages, before, long=not fresh and count > pages.sizes.drafts)
         planners = () if plans is None else _planned(plans, state, before, count, batch)
         # A run on fake tensors, as of `explain`, stores no token.
         if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
@@ -518,6 +514,14 @@ class PagedModelCache(Cache):
         meanwhile = self._meanwhile(start)
         one_launch = self._one_launch(meanwhile) if meanwhile else ahead.one_launch
         return Step(batch, past, False, one_launch, meanwhile=meanwhile)
+
+
+def _past(pages: ModelPages, before: Tensor, long: bool) -> tuple[Past | None, ...]:
+    """Of each page table the tokens before a step, where that is too long for a window."""
+    return tuple(
+        pages.past(before, table) if window and long else None
+        for table, window in enumerate(pages.windows)
+    )
 
 
 def _captured_by_hand(state: State, before: Tensor) -> bool:
