@@ -6,6 +6,8 @@ beside each other.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +33,14 @@ class Streams:
         """Is the work of the current stream captured?"""
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
+
+    def make(self, device: torch.device) -> Any:
+        """A new stream."""
+        return torch.cuda.Stream(device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within the block it is the current stream."""
+        return torch.cuda.stream(stream)
 
     def wait(self, stream: Any, other: Any) -> None:
         """Work to come on `stream` waits for the work so far on `other`."""
@@ -60,6 +70,7 @@ class LastStream:
         self._last: Any = None
         self._number: int | None = None
         self._met: set[int] = set()
+        self._beside: Any = None
 
     def __reduce__(self) -> Any:
         return LastStream, (self._device, self._tensors)
@@ -84,6 +95,20 @@ class LastStream:
         streams = self._streams
         if streams is not None and streams.number(self._device) != self._number:
             self._change(streams)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within the block work goes to a stream of its own, and follows the work so far on the
+        last one."""
+        streams = self._streams
+        if streams is None:
+            yield
+            return
+        if self._beside is None:
+            self._beside = streams.make(self._device)
+        with streams.on(self._beside):
+            self.use()
+            yield
 
     def _change(self, streams: Streams) -> None:
         if streams.capturing(self._device):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,9 +11,11 @@ import torch
 from attnops.adapters.handle import MARK
 from attnops.hf import not_fast
 from attnops.hf.cache import names as cache_names
-from attnops.hf.generation import growing
+from attnops.hf.cache.idle_pages import give_back
+from attnops.hf.generation import Generation, growing
 from attnops.hf.models.methods import Method
-from attnops.hf.page_model import PagedMode, give_back
+from attnops.hf.page_model import PagedMode
+from attnops.hf.steps.early import Asked, Early, Room, asked_of, started
 
 if TYPE_CHECKING:
     from attnops.hf.patching import Patched
@@ -26,10 +30,10 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     kwargs = cache_names.renamed(kwargs)
     handle._settle()
     handle._tell()
-    with growing(method.owner) as generation:
+    paged = handle._paged
+    with growing(method.owner) as generation, _early(paged, generation, args, kwargs):
         generation.custom = kwargs.get("custom_generate") is not None
         result: Any = None
-        paged = handle._paged
         if paged is not None and paged.decode.mode != "hf":
             kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs)
         chosen = paged is not None and paged.chosen
@@ -43,13 +47,49 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
             raise
         finally:
             if paged is not None:
-                _take_back(paged, generation.lent, result)
+                _take_back(paged, generation, result)
             handle._took = handle._taken(generation)
 
 
-def _take_back(paged: PagedMode, lent: list[Any], result: Any) -> None:
+@contextmanager
+def _early(
+    paged: PagedMode | None,
+    generation: Generation,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Iterator[None]:
+    """Within the block of a call its prompt runs already, where a call like it ran its prompt in
+    graphs."""
+    asked = asked_of(args, kwargs)
+    if paged is None or asked is None:
+        yield
+        return
+    room = paged.early.room(asked)
+    if room is not None:
+        _start(paged, generation, asked, room)
+    try:
+        yield
+    finally:
+        if generation.early is not None:
+            paged.early.ended(asked, generation.early)
+    if generation.asked is not None and generation.layers == "captured":
+        paged.early.learn(asked, generation.asked)
+
+
+def _start(paged: PagedMode, generation: Generation, asked: Asked, room: Room) -> None:
+    """Start the prompt of a call over pages of its own."""
+    rows, columns = asked.ids.shape
+    with suppress(Exception), torch.no_grad():  # the call itself raises it
+        cache = paged.lend_early(rows, columns + room.beyond, room.drafts)
+        generation.early = cache.state.early = started(paged.decoder(), asked, cache)
+
+
+def _take_back(paged: PagedMode, generation: Generation, result: Any) -> None:
     """Take the pages of a call back, but for those that the caller keeps with its result."""
-    for cache in lent:
+    early: Early | None = generation.early
+    if early is not None:
+        early.cache.state.follow_early()
+    for cache in generation.lent:
         if cache_names.cache_of(result) is not cache:
             give_back(cache)
         elif paged.chosen:

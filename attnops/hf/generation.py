@@ -60,6 +60,8 @@ class Generation:
     around: the generation in whose call this one began, as in a LogitsProcessor.
     looked: the glance at the owner (attnops.hf.steps.model_state) that still held when its cache
     was chosen. None after code that may have changed the owner.
+    asked: the sizes of the pages that its cache was asked for with (`page_sizes.Sizes`), or None.
+    early: its prompt, where that started early (`hf.steps.early`), or None.
     read: (the last mask that the host has read, its version, what it read), or (), see `on_host`.
     """
 
@@ -80,6 +82,8 @@ class Generation:
     prepared: tuple[Any, ...] = ()
     around: Generation | None = None
     looked: Any = None
+    asked: Any = None
+    early: Any = None
     read: tuple[Any, ...] = ()
 
     def note(self, new: Verdict) -> None:

@@ -34,7 +34,7 @@ from attnops.core.record import need
 from attnops.hf import not_fast
 from attnops.hf.attention.over_pages import hand_over
 from attnops.hf.cache import support as paged_models
-from attnops.hf.cache.idle_pages import MOST_IDLE, Pool
+from attnops.hf.cache.idle_pages import MOST_IDLE, Pool, give_back
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in, named, renamed
 from attnops.hf.cache.page_sizes import DRAFTS, Sizes
@@ -42,7 +42,6 @@ from attnops.hf.cache.paged_cache import (
     PagedKeyCache,
     PagedLatentCache,
     PagedModelCache,
-    Returned,
     has_states,
     layers_without_pages,
 )
@@ -56,6 +55,7 @@ from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.decode_loop import Loop
+from attnops.hf.steps.early import EarlyPrompts, lent_early
 from attnops.hf.steps.model_facts import Facts, ModelFacts
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import begin, under_way
@@ -130,6 +130,7 @@ class PagedMode:
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
         self.loop = Loop()
+        self.early = EarlyPrompts()
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
@@ -324,6 +325,10 @@ class PagedMode:
             self._looks = ModelFacts(self._owner, self.windows, lists, known)
         return self._looks
 
+    def lend_early(self, rows: int, length: int, drafts: int) -> PagedModelCache:
+        """A cache for a call that has yet to ask for it. Raises as `new_cache`."""
+        return self.pool.lend(self._over, self._sizes(self._facts(), rows, length, drafts))
+
     def _facts(self) -> Facts:
         """Facts of the model as it is now."""
         return self._model_facts().facts(None if self._decoder is None else self._decoder.glance)
@@ -353,7 +358,7 @@ class PagedMode:
         kwargs = renamed(kwargs, argument_of(self._owner))
         decoder, cache = self.decoder(), cache_in(kwargs)
         if isinstance(cache, PagedModelCache):
-            cache.state.pages.use()
+            cache.state.use()
         generation = None if args or torch.is_grad_enabled() else current_generation()
         goes_on = generation is not None and generation.goes_on(kwargs.get("attention_mask"))
         if generation is not None and goes_on:
@@ -370,6 +375,7 @@ class PagedMode:
         if logits is None:
             decoder.look = True
             if isinstance(cache, PagedModelCache):
+                cache.state.follow_early()
                 may_have_graphs = decoder.how.mode == "auto" and not decoder.aside
                 cache.state.waits = may_have_graphs and under_way()
             out = method.original(*args, **kwargs)
@@ -474,7 +480,8 @@ class PagedMode:
         """
         past, back = drafts(call)
         try:
-            return self.pool.lend(self._over, self._sizes(facts, rows, length + past, back))
+            sizes = self._sizes(facts, rows, length + past, back)
+            return lent_early(sizes) or self.pool.lend(self._over, sizes)
         except torch.OutOfMemoryError as error:
             why = f"there is no memory for pages ({one_line(error)})"
             reasons.append(Reason(why, told=True, chosen=False))
@@ -516,14 +523,3 @@ class PagedMode:
             if self._decoder is not None and (failed := self._decoder.why_not(rows)):
                 # The call whose graphs failed has warned.
                 yield Reason(f"graphs cannot be made: {failed}")
-
-
-def give_back(cache: PagedModelCache) -> None:
-    """Take the pages from a cache that was lent, so that others may use them. Later uses of the
-    cache raise InvalidInput."""
-    state = cache.state
-    if state.give_back is not None:
-        want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
-        state.pages = Returned("the cache of a generate() call that has ended", want)
-        state.step = None
-        state.give_back()

@@ -51,6 +51,9 @@ class Races(TorchDispatchMode):
     def capturing(self, device):
         return False
 
+    def make(self, device):
+        return f"beside {self.stream}"
+
     def wait(self, stream, other):
         self._after[stream] = self._after.get(stream, Counter()) | self._after.get(other, Counter())
 

@@ -15,7 +15,7 @@ from attnops.hf.attention import descriptor
 from attnops.hf.cache import idle_pages
 from attnops.hf.cache.names import named
 from attnops.hf.report import Took
-from attnops.hf.steps import decode, prompt
+from attnops.hf.steps import chunk_step, decode, prompt
 from attnops.hf.steps.decode import Decoder
 from tests.hf.decoding import CALL, Failing, asked, beside, generated, prompts_in_graphs
 from tests.hf.helpers import left_padded, near, of_a_library, positions, tokens
@@ -221,7 +221,7 @@ def test_the_host_reads_once_and_sends_once(took, padded, bounds, monkeypatch):
             (torch, "tensor", "list"),
             (descriptor, "on_host", "read"),
             (descriptor, "_on_host", "read"),
-            (prompt, "modules_of", "search"),
+            (chunk_step, "modules_of", "search"),
             (prompt.Prompts, "_part", "chunk"),
             (decode, "Glance", "search"),
         ):

@@ -20,6 +20,7 @@ from attnops.hf.cache.names import named
 from attnops.hf.models import methods
 from attnops.hf.steps import model_state, prompt
 from attnops.hf.steps.captures import TRIES, Over
+from attnops.hf.steps.chunk_step import ChunkStep
 from attnops.hf.steps.chunks import packed
 from tests.graphs.standin import StandIn
 from tests.hf.decoding import Failing, first, generated, logits, turns
@@ -129,7 +130,7 @@ def test_chunks_of_one_token(length, chunk, far, monkeypatch):
 )
 def test_later_chunks_that_cannot_be_captured_cost_first_ones_nothing(error, tries, monkeypatch):
     """And are tried no more often because first ones could be."""
-    step, failed = prompt.Prompts.step, []
+    step, failed = ChunkStep.__call__, []
 
     def fails(prompts, tokens, positions, counts, before, last, fresh, *more):
         if not fresh:
@@ -137,7 +138,7 @@ def test_later_chunks_that_cannot_be_captured_cost_first_ones_nothing(error, tri
             raise error
         return step(prompts, tokens, positions, counts, before, last, fresh, *more)
 
-    monkeypatch.setattr(prompt.Prompts, "step", fails)
+    monkeypatch.setattr(ChunkStep, "__call__", fails)
     monkeypatch.setattr(Over, "begin_chunk", lambda *_: None)
     monkeypatch.setattr(prompt, "CHUNK", 64)
     with first() as pair:
@@ -190,7 +191,8 @@ def calls_of(monkeypatch, of, name):
     return calls
 
 
-def test_a_captured_prompt_looks_at_the_model_once_and_reads_its_mask_once(monkeypatch):
+def test_a_captured_prompt_looks_at_the_model_twice_and_reads_its_mask_once(monkeypatch):
+    """Before it starts, and once transformers has prepared its call."""
     with first() as pair:
         assert ways(pair, [(2, 14, 1)] * 3) == ["", "captured", "captured"]
         looks = calls_of(monkeypatch, model_state.Glance, "same")
@@ -200,7 +202,7 @@ def test_a_captured_prompt_looks_at_the_model_once_and_reads_its_mask_once(monke
             monkeypatch.delattr(module, "modules_in")
         generated(pair.model, 2, 14, 1)
         reads = [args for args in moved if args[1:] == ("cpu", torch.bool)]
-        assert pair.took.prompt == "captured" and (len(looks), len(walks), len(reads)) == (1, 0, 1)
+        assert pair.took.prompt == "captured" and (len(looks), len(walks), len(reads)) == (2, 0, 1)
 
 
 def test_each_chunk_of_a_prompt_looks_at_the_model(monkeypatch):

@@ -156,6 +156,7 @@ def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
                 with turn():
                     assert torch.equal(generated(model, max_new_tokens=3), want)
                     assert handle.took.prompt == "captured" and handle.took.loop == ""
+        assert handle._paged.early.count >= 3
 
 
 def test_two_tails_of_one_pool(model, races, turn):

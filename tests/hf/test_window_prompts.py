@@ -12,6 +12,7 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps import prompt
 from attnops.hf.steps.captures import Over
+from attnops.hf.steps.chunk_step import ChunkStep
 from tests.hf.decoding import beside, first, turns
 from tests.hf.helpers import left_padded, near, positions, relative, tokens
 
@@ -141,7 +142,7 @@ def conversation(pair, cache, mask):
 def test_a_capture_that_fails_overwrites_nothing(mode, bounds, monkeypatch):
     """Of the second chunk: the model's own layers then run both, over windows as they were."""
     bounds((64, 128), chunk=128)
-    step, failed = prompt.Prompts.step, []
+    step, failed = ChunkStep.__call__, []
 
     def fails(prompts, tokens, positions, counts, before, last, fresh, *more):
         if not fresh and tokens.shape[0] == 64:
@@ -149,7 +150,7 @@ def test_a_capture_that_fails_overwrites_nothing(mode, bounds, monkeypatch):
             raise NotRegional("no way")
         return step(prompts, tokens, positions, counts, before, last, fresh, *more)
 
-    monkeypatch.setattr(prompt.Prompts, "step", fails)
+    monkeypatch.setattr(ChunkStep, "__call__", fails)
     monkeypatch.setattr(Over, "begin_chunk", lambda *_: None)
     with beside("gemma3", mode, compile_after=99) as pair:
         cache, mask = pair.handle.new_cache(3, 160), left_padded(3, 110)

@@ -173,6 +173,17 @@ class Pool:
         self._idle.remove(pages)
 
 
+def give_back(cache: PagedModelCache) -> None:
+    """Take the pages from a cache that was lent, so that others may use them. Later uses of the
+    cache raise InvalidInput."""
+    state = cache.state
+    if state.give_back is not None:
+        want = "return_dict_in_generate=True, or a cache of Patched.new_cache, to keep it"
+        state.pages = Returned("the cache of a generate() call that has ended", want)
+        state.step = None
+        state.give_back()
+
+
 def _area(sizes: Sizes) -> int:
     return sizes.rows * sizes.length
 

@@ -179,6 +179,8 @@ class State:
     before: positions before the step under way, where it counts as seen before its masks are made.
     ahead: the batches of coming steps of one token, where the host may look at their numbers.
     waits: the model's own layers run its steps for now, while kernels of graphs are being compiled.
+    early: a prompt that runs on a stream of its own (`hf.steps.early`). Other work does not wait
+        for it: it reads counters, which the prompt leaves alone.
     start, real: set while a step in graphs, of one token each, is traced or captured (see
     `decode`). int64 `[B]`, the padding, and
         bool `[B]`, is the row stored?
@@ -194,6 +196,7 @@ class State:
     before: Tensor | None = None
     ahead: Ahead | None = None
     waits: bool = False
+    early: Any = None
 
     @property
     def whole(self) -> bool:
@@ -203,10 +206,15 @@ class State:
     def use(self) -> None:
         """As `ModelPages.use`, but for the trace or capture of a step, around which they are
         used."""
-        if self.start is None and not torch.compiler.is_compiling():
+        if self.start is None and self.early is None and not torch.compiler.is_compiling():
             stream = self.pages.stream
             if not stream.ordered:
                 stream.use()
+
+    def follow_early(self) -> None:
+        """Let work to come on the pages follow a prompt that started early."""
+        self.early = None
+        self.use()
 
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""

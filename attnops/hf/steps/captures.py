@@ -275,6 +275,12 @@ class Captures:
         self.fit()
         return kept
 
+    def bound(self, *graphs: Over) -> None:
+        """Free graphs of other states where a capture of these has taken more memory than all may
+        have."""
+        if sum(over.grew() for over in graphs):
+            self.fit()
+
     def fit(self) -> None:
         """Free the graphs of the states that were not used for longest, down to the budget."""
         held, budget = self.nbytes, self.budget

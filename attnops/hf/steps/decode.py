@@ -322,22 +322,26 @@ class Decoder:
         state = cache_in(given).state
         with after_others(self.turn):
             self._without.discard(state)
-            compiled = self._at_once and not cache_in(given).latent
-            recorded = self.how.mode == "auto" and not compiled
-            self.prompts.why = next(self.prompts.why_not(given, recorded), "")
-            if not self.prompts.why:
-                self.prompts.why = self._why_state(state, given["input_ids"].numel(), recorded)
-            if self.prompts.why:
+            if (graphs := self.graphs_of_prompt(given)) is None:
                 return None
             try:
-                graphs = partial(self._prompt_graphs, state, recorded)
-                logits = self.prompts.run(given, graphs, recorded)
-                self._bound(*self._kept.over.values())
+                logits = self.prompts.run(given, *graphs)
+                self.captures.bound(*self._kept.over.values())
                 return logits
             except SideEffect as error:
                 self._set_aside(error, state)
                 self.prompts.why = self.aside
                 return None
+
+    def graphs_of_prompt(self, given: dict[str, Any]) -> tuple[Any, bool] | None:
+        """What `Prompts.run` takes for a prompt, within a turn. None where the model's own layers
+        are to run it: `prompts` has the reason."""
+        cache, tokens = cache_in(given), given["input_ids"].numel()
+        recorded = self.how.mode == "auto" and (cache.latent or not self._at_once)
+        why = next(self.prompts.why_not(given, recorded), "")
+        self.prompts.why = why or self._why_state(cache.state, tokens, recorded)
+        graphs = partial(self._prompt_graphs, cache.state, recorded)
+        return None if self.prompts.why else (graphs, recorded)
 
     def _why_state(self, state: State, tokens: int, recorded: bool) -> str:
         """The reason in the model's present state to run its own layers; "" without one."""
@@ -413,12 +417,7 @@ class Decoder:
             finally:
                 # A capture that failed half way leaves no step behind.
                 found.cache.state.end_step()
-            self._bound(found)
-
-    def _bound(self, *graphs: Over) -> None:
-        """Free graphs of other states where a capture has taken more memory than all may have."""
-        if sum(over.grew() for over in graphs):
-            self.captures.fit()
+            self.captures.bound(found)
 
     def forget(self, pages: ModelPages) -> None:
         """Free the graphs over these pages. The next step over them captures anew."""

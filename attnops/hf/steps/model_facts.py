@@ -12,7 +12,7 @@ from torch import nn
 
 from attnops.core.record import name, need
 from attnops.hf.cache import support
-from attnops.hf.generation import running_generation
+from attnops.hf.generation import look_again, running_generation
 from attnops.hf.models.methods import Tree
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.reasons import callers_hooks
@@ -62,6 +62,7 @@ class ModelFacts:
         prompt.
         """
         if glance is None or not glance.same():
+            look_again()
             return self._found()
         running = running_generation()
         if running is not None:

@@ -15,7 +15,6 @@ runs in graphs alone, which are captured before the first chunk.
 from __future__ import annotations
 
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -38,25 +37,23 @@ from attnops.graphs import Buckets, Graphed, breakable
 from attnops.graphs.as_it_runs import AsItRuns
 from attnops.graphs.compile_pieces import Inner
 from attnops.graphs.kinds import Kinds, OneSize
-from attnops.graphs.per_layer import NotRegional, Regions, Twin
+from attnops.graphs.per_layer import NotRegional, Regions
 from attnops.graphs.stale import uncached_casts
 from attnops.hf.attention.descriptor import padding_of
-from attnops.hf.cache.names import argument, cache_in
-from attnops.hf.cache.paged_cache import PagedModelCache, Step
+from attnops.hf.cache.names import cache_in
+from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.calls import more
 from attnops.hf.steps.captures import FEW, Failures, Over, passing
+from attnops.hf.steps.chunk_step import ChunkStep
 from attnops.hf.steps.chunks import (
     Part,
-    packed,
     parts_of,
     unpadded,
     why_unpacked,
-    windows_behind,
 )
-from attnops.hf.steps.compiled_layers import Here, modules_of
+from attnops.hf.steps.early import Early
 from attnops.hf.steps.precompile import COMPILING, chunks_await_kernels
 from attnops.lowering import merge_linears_pass
-from attnops.nn.latent import is_viewed
 
 CHUNK = 4096
 """The most tokens of a chunk, which bounds the memory of a long prompt."""
@@ -113,6 +110,7 @@ class Prompts:
         # May it overwrite keys that it would need if it ran again? Has it begun to?
         self._once, self._overwrote = False, False
         self._recorded = False  # did its layers need no compiler?
+        self._early = False  # did it start while transformers prepared its call?
         self.due: dict[str, tuple[weakref.ref[Over], int]] = {}
         self._begun: set[str] = set()  # the modes of graphs with a size whose layers were recorded
         self.changed()
@@ -125,9 +123,7 @@ class Prompts:
 
     def changed(self) -> None:
         """Forget the layers as they were: the model may have changed."""
-        self._layers: dict[nn.Module, int] = {}
-        self._twins: dict[nn.Module, Twin] = {}
-        self._unfolding: list[nn.Module] | None = None  # the modules that unfold latents
+        self._step = ChunkStep(self._model, self._forward)
 
     def forget(self) -> None:
         """Forget the compiled layers, and why there were none: the code of the model has
@@ -147,13 +143,13 @@ class Prompts:
 
     def notes(self) -> tuple[str, ...]:
         """How the last prompt ran, for the report; no line before the first."""
-        ran = (
-            f"the model's own layers ({self.why})"
-            if self.why
-            else f"{self.took} layers{', without a compiler' if self._recorded else ''}"
-            if self.took
-            else ""
-        )
+        ran = ""
+        if self.why:
+            ran = f"the model's own layers ({self.why})"
+        elif self.took:
+            ran = f"{self.took} layers"
+            ran += ", without a compiler" if self._recorded else ""
+            ran += ", while transformers prepared its call" if self._early else ""
         reasons = dict.fromkeys(map(self.uncaptured, (True, False)))
         why = "; ".join(filter(None, reasons))
         apart = f"; some are not captured: {why}" if why else ""
@@ -202,29 +198,19 @@ class Prompts:
         """
         self.due.clear()
         self._overwrote = False
-        cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
-        state, (rows, columns) = cache.state, ids.shape
-        start, (seen, *starts) = padding_of(
-            given.get("attention_mask"), state.pages, rows, columns, fresh=not state.filled
-        )
-        counts = [columns - max(s - seen, 0) for s in starts]
-        padded = positions is None and any(starts)
-        self.why = why_unpacked(counts, padded, compiled=not recorded)
-        if self.why:
+        packed = self._packed(given, recorded)
+        if packed is None:
             return None
-        if positions is None:
-            positions = torch.arange(seen, seen + columns, device=ids.device)
-        most = sum(counts) if self._of_length or cache.latent else CHUNK
-        self._once = state.filled and any(state.pages.windows)
-        parts = parts_of(counts, [max(seen - s, 0) for s in starts], most)
-        self.why = self._why_pages(parts, cache)
-        if self.why:
-            return None
+        start, parts, tokens = packed
         over = self._graphs_of(parts, graphs, recorded)
         if self.why:
             return None
+        cache, columns = cache_in(given), given["input_ids"].shape[1]
+        state = cache.state
         try:
-            logits = self._tried(parts, over, unpadded(ids, positions, counts), cache)
+            logits = self._ran_early(state, parts, over, tokens)
+            if logits is None:
+                logits = self._tried(parts, over, tokens, cache)
         except BaseException:
             if self._overwrote:  # as after an error half way of the model's own layers
                 state.pages.advance(start, columns)
@@ -241,17 +227,71 @@ class Prompts:
             self.failures.done("layers")
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
+    def early(
+        self, given: dict[str, Any], graphs: Callable[[bool], Over], recorded: bool
+    ) -> Early | None:
+        """Run a prompt over a new cache, which counts none of its tokens, where graphs have all of
+        it. Arguments as of `run`."""
+        packed = self._packed(given, recorded)
+        if packed is None:
+            return None
+        _, parts, tokens = packed
+        over = list[Over | None]()
+        for part in parts:
+            each = graphs(part.fresh)
+            if self.uncaptured(part.fresh) or not each.captured("mixed", part.size, 1):
+                return None
+            over.append(each)
+        cache = cache_in(given)
+        with cache.state.pages.stream.aside():
+            logits = self._tried(parts, over, tokens, cache)
+        return None if logits is None else Early(cache, parts, over, tokens, logits)
+
+    def _ran_early(
+        self, state: State, parts: list[Part], over: list[Over | None], tokens: Tensor
+    ) -> list[Tensor] | None:
+        """The logits of each chunk, where just these started early. From here on work on the pages
+        follows what did."""
+        early = state.early
+        ran = early is not None and early.ran(parts, over, tokens)
+        state.follow_early()
+        self._early = ran
+        if not ran:
+            return None
+        self._replayed = True
+        logits: list[Tensor] = early.logits
+        return logits
+
+    def _packed(
+        self, given: dict[str, Any], recorded: bool
+    ) -> tuple[Tensor, list[Part], Tensor] | None:
+        """(int64 `[B]`, the padding; the chunks; the tokens of `unpadded`). None, with the reason
+        in `why`, where the model's own layers must run them."""
+        cache, ids, positions = cache_in(given), given["input_ids"], given.get("position_ids")
+        state, (rows, columns) = cache.state, ids.shape
+        start, (seen, *starts) = padding_of(
+            given.get("attention_mask"), state.pages, rows, columns, fresh=not state.filled
+        )
+        counts = [columns - max(s - seen, 0) for s in starts]
+        padded = positions is None and any(starts)
+        self.why = why_unpacked(counts, padded, compiled=not recorded)
+        if self.why:
+            return None
+        if positions is None:
+            positions = torch.arange(seen, seen + columns, device=ids.device)
+        most = sum(counts) if self._of_length or cache.latent else CHUNK
+        self._once = state.filled and any(state.pages.windows)
+        parts = parts_of(counts, [max(seen - s, 0) for s in starts], most)
+        self.why = self._why_pages(parts, cache)
+        return None if self.why else (start, parts, unpadded(ids, positions, counts))
+
     def _why_pages(self, parts: list[Part], cache: PagedModelCache) -> str:
         """The reason in the pages to run the model's own layers; "" without one. The model was
         looked at."""
         plans = cache.state.pages.plans()
         if plans is not None and plans.forced and not all(part.fresh for part in parts):
             return _UNPLANNED
-        if not cache.latent:
-            return ""
-        if self._unfolding is None:
-            self._unfolding = _unfolding(self._model)
-        return "" if all(map(is_viewed, self._unfolding)) else _WRAPPED
+        return _WRAPPED if cache.latent and not self._step.unfolds_plainly else ""
 
     def _is_of_compiler(self, error: Exception) -> bool:
         """Could layers not be compiled? An error of layers that ran before is one of the step."""
@@ -415,53 +455,13 @@ class Prompts:
         # other one are dropped.
         last = last if part.last else before.new_zeros(1)
         regions = self._compiled()
-        return self.step(
+        return self._step(
             tokens.clone(), positions.clone(), counts, before, last, part.fresh, cache, regions
         )[: len(part.last)]
 
     def _compiled(self) -> Regions:
         self.regions = self.regions or Regions(self._inner, self._passes)
         return self.regions
-
-    def step(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        counts: Tensor,
-        before: Tensor,
-        last: Tensor,
-        fresh: bool,
-        cache: PagedModelCache,
-        regions: Regions,
-    ) -> Tensor:
-        """Logits `[N, 1, V]` after a chunk, of its tokens at `last` `[N]`. The cache does not count
-        the tokens as seen.
-
-        tokens, positions: int64 `[T]`. counts, before: int64 `[B]`, the tokens of each request, and
-        those before them. regions: run the layers.
-        """
-        state, total = cache.state, tokens.shape[0]
-        self._layers = self._layers or modules_of(self._model, cache)[0]
-        here = Here(regions, cache, total, threading.get_ident(), packed=True, twins=self._twins)
-        regions.begin()
-        try:
-            state.start = counts.new_zeros(1)
-            past = () if fresh else windows_behind(state.pages, counts, before, total)
-            state.step = Step(packed(state.pages, counts, before, total), past, fresh)
-            with here.calls(self._layers, ()):
-                out = self._forward(
-                    input_ids=tokens[None],
-                    position_ids=positions[None],
-                    attention_mask=torch.ones_like(tokens[None]),
-                    **argument(self._model, cache),
-                    use_cache=True,
-                    return_dict=True,
-                    logits_to_keep=last,
-                )
-            logits: Tensor = out.logits[0][:, None]
-            return logits
-        finally:
-            state.end_step()
 
     def compile(self, cache: PagedModelCache) -> None:
         """Compile the layers of first chunks now, on padding. The cache stays as it is."""
@@ -471,7 +471,7 @@ class Prompts:
         try:
             with torch.no_grad(), ordinary(), uncached_casts():
                 regions = self._compiled()
-                self.step(padding, padding, none, none, none[:1], True, cache, regions)
+                self._step(padding, padding, none, none, none[:1], True, cache, regions)
         except Exception as error:
             self.failures.note("layers", error)
 
@@ -493,7 +493,7 @@ class Prompts:
             last = (counts.cumsum(0) - 1).clamp(min=0)
             before = torch.zeros_like(counts) if before is None else before
             regions = kinds or self._compiled()
-            return self.step(tokens, positions, counts, before, last, fresh, cache, regions)
+            return self._step(tokens, positions, counts, before, last, fresh, cache, regions)
 
         return breakable(
             step,
@@ -504,12 +504,6 @@ class Prompts:
             runner=AsItRuns() if kinds is None else OneSize(kinds),
             **options,
         )
-
-
-def _unfolding(model: nn.Module) -> list[nn.Module]:
-    """The modules that unfold latents."""
-    found = (getattr(module, "kv_b_proj", None) for module in model.modules())
-    return [each for each in found if isinstance(each, nn.Module)]
 
 
 def _early(after: int) -> str:

@@ -1,0 +1,181 @@
+"""A prompt that graphs have starts on a stream of its own, while transformers prepares its call of
+the model.
+
+What the model will be called with is guessed, from the arguments of `generate()` and from a call
+like it. The model's call looks at the model, finds its graphs and packs its tokens as ever. It
+takes the logits where graphs and tokens are those that ran, and else runs the prompt again over the
+same pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from attnops.hf.cache.names import named
+from attnops.hf.cache.page_sizes import Sizes
+from attnops.hf.cache.paged_cache import PagedModelCache
+from attnops.hf.generation import running_generation
+from attnops.hf.steps.captures import Over, remember
+from attnops.hf.steps.chunks import Part
+
+if TYPE_CHECKING:
+    from attnops.hf.steps.decode import Decoder
+
+MISSES = 2
+"""Prompts of one kind of call that started early in vain, one after the other. Later ones do not
+start early."""
+
+_IDS = ("inputs", "input_ids")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Asked(NamedTuple):
+    """A call of `generate()`.
+
+    kind: its arguments but for tokens and mask, as far as calls of one kind tend to ask for the
+    same. ids: int64 `[B, S]`. mask: `[B, S]`, or None.
+    """
+
+    kind: Hashable
+    ids: Tensor
+    mask: Tensor | None
+
+
+class Room(NamedTuple):
+    """Of a kind of call: the positions of its pages beyond the prompt, and `Sizes.drafts`."""
+
+    beyond: int
+    drafts: int
+
+
+@dataclass(eq=False)
+class Early:
+    """A prompt that was started.
+
+    cache: new, and for this call alone. It does not count the tokens as seen.
+    parts, over: the chunks, and the graphs that have them. tokens: of `unpadded`.
+    logits: of each chunk. lent: has the call got the cache? right: has the model taken the logits?
+    """
+
+    cache: PagedModelCache
+    parts: list[Part]
+    over: list[Over | None]
+    tokens: Tensor
+    logits: list[Tensor]
+    lent: bool = False
+    right: bool = False
+
+    def fits(self, sizes: Sizes) -> bool:
+        """Would a call with pages of these sizes be lent this cache?"""
+        own = self.cache.state.pages.sizes
+        roomy = own.rows >= sizes.rows and own.length >= sizes.length
+        return bool(roomy and own[2:] == sizes[2:])
+
+    def ran(self, parts: list[Part], over: Sequence[Over | None], tokens: Tensor) -> bool:
+        """Did it run these chunks through these graphs? The host waits for the tokens alone."""
+        same = parts == self.parts and all(a is b for a, b in zip(over, self.over, strict=True))
+        self.right = same and torch.equal(tokens, self.tokens)
+        return self.right
+
+
+class EarlyPrompts:
+    """What is known of the calls of one model.
+
+    count: prompts that started early and whose logits were taken.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._rooms: dict[Hashable, Room] = {}
+        self._misses: dict[Hashable, int] = {}
+
+    def room(self, asked: Asked) -> Room | None:
+        """That of the last such call; None where a prompt of its kind is not to start early."""
+        if self._misses.get(asked.kind, 0) >= MISSES:
+            return None
+        return self._rooms.get(asked.kind)
+
+    def learn(self, asked: Asked, sizes: Sizes) -> None:
+        """Note the pages of a call whose prompt ran in graphs."""
+        room = Room(sizes.length - asked.ids.shape[1], sizes.drafts)
+        remember(self._rooms, asked.kind, room)
+
+    def ended(self, asked: Asked, early: Early) -> None:
+        """Note whether a prompt that started early was the right one."""
+        self.count += early.right
+        misses = 0 if early.right else self._misses.get(asked.kind, 0) + 1
+        remember(self._misses, asked.kind, misses)
+
+
+def asked_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asked | None:
+    """None for a call whose prompt cannot be told from its arguments."""
+    given = dict(kwargs)
+    found = [args[0]] if args else []
+    found += [given.pop(name) for name in _IDS if given.get(name) is not None]
+    mask = given.pop("attention_mask", None)
+    if len(found) != 1 or not _is_prompt(found[0], mask):
+        return None
+    [ids] = found
+    more = (*args[1:], *given.values())
+    if any(isinstance(value, Tensor) for value in more):
+        return None
+    kind = ids.shape[0], mask is None, tuple(given), tuple(map(_shown, more))
+    return Asked(kind, ids, mask)
+
+
+def _is_prompt(ids: Any, mask: Any) -> bool:
+    """Are these the tokens of a batch, and their mask or None?"""
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
+        return False
+    return mask is None or (isinstance(mask, Tensor) and mask.shape == ids.shape)
+
+
+def _shown(value: Any) -> Any:
+    """A plain value itself, which config it is, or the class of another object."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shown, value))
+    if isinstance(value, GenerationConfig):
+        return id(value)
+    if isinstance(value, _PLAIN):
+        return value
+    return type(value)
+
+
+def started(decoder: Decoder, asked: Asked, cache: PagedModelCache) -> Early | None:
+    """Start a prompt over a new cache. None where graphs do not have all of it, and where another
+    thread has its turn."""
+    mask = asked.mask
+    given = {
+        "input_ids": asked.ids,
+        "attention_mask": mask,
+        "position_ids": None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0),
+        "logits_to_keep": 1,
+        **named(cache),
+    }
+    if not decoder.turn.acquire(blocking=False):
+        return None
+    try:
+        graphs = decoder.graphs_of_prompt(given)
+        return None if graphs is None else decoder.prompts.early(given, *graphs)
+    finally:
+        decoder.turn.release()
+
+
+def lent_early(sizes: Sizes) -> PagedModelCache | None:
+    """The cache over which the prompt of the `generate()` that runs started, where it fits. Notes
+    the sizes that the call asks for."""
+    running = running_generation()
+    if running is None:
+        return None
+    running.asked, early = sizes, running.early
+    if early is None or early.lent or not early.fits(sizes):
+        return None
+    early.lent = True
+    cache: PagedModelCache = early.cache
+    return cache

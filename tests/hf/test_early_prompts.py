@@ -1,0 +1,227 @@
+"""Prompts that start while transformers prepares its call of the model."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerationMixin
+
+from attnops.graphs.graphed import Graphed
+from attnops.hf import generate
+from attnops.hf.steps import early, prompt
+from tests.hf.decoding import asked, first, generated, in_threads, logits
+from tests.hf.helpers import tokens
+
+CALL = (2, 14, 3)
+EARLY, LATE = ["prompt", "preparation"], ["preparation", "prompt"]
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch):
+    """Of chunks in graphs."""
+    monkeypatch.setattr(prompt, "CAPTURED", (32, 64))
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """In the order of a call: prompts in graphs, and transformers' preparation."""
+    found = []
+    replay, prepare = Graphed._replay, GenerationMixin._prepare_generation_config
+
+    def replayed(self, entry, values, *sizes):
+        if "positions" in values:
+            found.append("prompt")
+        return replay(self, entry, values, *sizes)
+
+    def prepared(self, *args, **kwargs):
+        found.append("preparation")
+        return prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr(Graphed, "_replay", replayed)
+    monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", prepared)
+    return found
+
+
+@pytest.fixture
+def ran(order):
+    """Makes the calls of `pair.same`, and returns what ran in each."""
+
+    def calls(pair, *every, **more):
+        found = []
+        for call in every:
+            pair.wanted.setdefault(call, generated(pair.twin, *call))
+            order.clear()
+            pair.same(*call, **more)
+            found.append([*order])
+        return found
+
+    return calls
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "minicpm3"])
+def test_a_prompt_starts_before_transformers_prepares_its_call(name, ran):
+    """Once a call like it ran in graphs: rows of other lengths, with padding, in graphs of another
+    size. Of 50 tokens no prompt ran before."""
+    with first(name) as pair:
+        calls = [CALL, CALL, CALL, (2, 11, 3), (2, 25, 3), (2, 25, 3), (2, 24, 3)]
+        found = ran(pair, *calls)
+        assert found == [["preparation"], LATE, EARLY, EARLY, ["preparation"], LATE, EARLY]
+        assert pair.handle._paged.early.count == 3
+        assert "while transformers prepared its call" in str(pair.handle.report())
+
+
+@pytest.mark.parametrize("given", [{}, {"max_length": 20}, {"do_sample": True, "top_k": 1}])
+def test_without_a_mask_and_with_other_arguments(given, order):
+    ids, arguments = tokens(2, 14), {"max_new_tokens": 3, "do_sample": False} | given
+    if "max_length" in given:
+        del arguments["max_new_tokens"]
+    with first() as pair:
+        want = pair.twin.generate(ids, **arguments)
+        for _ in range(3):
+            order.clear()
+            assert torch.equal(pair.model.generate(ids, **arguments), want)
+    assert order == EARLY
+
+
+def test_logits_are_those_of_the_model():
+    with first() as pair:
+        want = logits(pair.twin, *CALL)
+        for _ in range(3):
+            got = logits(pair.model, *CALL)
+            assert torch.allclose(got, want, atol=1e-4)
+        assert pair.handle._paged.early.count == 1
+
+
+@pytest.mark.filterwarnings("ignore::attnops.core.errors.NotFast")
+@pytest.mark.parametrize("column", [-1, 5])
+def test_a_prompt_that_was_another_one_runs_again(column, ran, monkeypatch):
+    """transformers may hand another prompt to the model than `generate()` was given. After two such
+    calls none of the kind starts early."""
+    prepare = GenerationMixin.prepare_inputs_for_generation
+
+    def changed(self, input_ids, *args, **kwargs):
+        made = prepare(self, input_ids, *args, **kwargs)
+        if made["input_ids"].shape[1] > 1:
+            made["input_ids"][-1, column] += 1
+        return made
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", changed)
+    with first() as pair:
+        found = ran(pair, *[CALL] * 6)
+        assert found[1:] == [LATE, *[["prompt", *LATE]] * 2, LATE, LATE]
+        assert pair.handle._paged.early.count == 0
+
+
+def test_weights_that_were_replaced(ran):
+    """The first call looks at the model, and has no graphs of its new state."""
+
+    def change(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.flip(0)
+
+    with first() as pair:
+        assert ran(pair, CALL, CALL, CALL)[-1] == EARLY
+        pair.change(change)
+        assert "prompt" not in ran(pair, CALL)[0][:1]
+        assert ran(pair, CALL, CALL)[-1] == EARLY
+
+
+def test_a_weight_that_is_replaced_after_the_start(monkeypatch, ran):
+    """The call looks at the model again. Graphs have prompts with either weight."""
+    prepare, due = GenerationMixin._prepare_generation_config, []
+
+    def prepared(self, *args, **kwargs):
+        if due:
+            replace(self)
+        return prepare(self, *args, **kwargs)
+
+    def replace(model):
+        norm = model.model.norm
+        norm.weight, norm.other = norm.other, norm.weight
+
+    def has_two(model):
+        norm = model.model.norm
+        norm.other = nn.Parameter(-norm.weight.detach())
+
+    monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", prepared)
+    with first() as pair:
+        pair.change(has_two)
+        ran(pair, CALL, CALL)
+        pair.change(replace)
+        ran(pair, CALL, CALL)
+        want = generated(pair.twin, *CALL)
+        pair.change(replace)
+        assert ran(pair, CALL) == [EARLY]
+        due.append(True)
+        assert torch.equal(generated(pair.model, *CALL), want)
+        assert pair.handle._paged.early.count == 1
+
+
+def test_a_call_that_asks_for_more_pages_than_the_one_before(ran):
+    """The length of its pages is not known from its arguments."""
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, min_new_tokens=3)
+    with first() as pair:
+        ids, given = asked(2, 14, 3)
+        for new in (3, 3, 40, 40):
+            config.max_new_tokens = config.min_new_tokens = new
+            arguments = {"attention_mask": given["attention_mask"], "generation_config": config}
+            want = pair.twin.generate(ids, **arguments)
+            assert torch.equal(pair.model.generate(ids, **arguments), want)
+        assert pair.took.cache == "paged"
+
+
+def test_a_call_that_fails_leaves_no_pages_behind(order):
+    with first() as pair:
+        pair.same(*CALL), pair.same(*CALL)
+        idle = pair.handle._paged.pool.idle_bytes
+        for error in (ValueError, torch.OutOfMemoryError):
+            order.clear()
+            with pytest.raises(error):
+                generated(pair.model, *CALL, prefix_allowed_tokens_fn=Raises(error))
+        pair.same(*CALL)
+        assert pair.handle._paged.pool.idle_bytes == idle
+
+
+class Raises:
+    """Of a kind of its own in each call."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, *args):
+        raise self.error("of the caller's own")
+
+
+def test_an_error_of_the_early_start_is_not_told(monkeypatch, ran):
+    with first() as pair:
+        assert ran(pair, CALL, CALL, CALL)[-1] == EARLY
+
+        def fails(*args):
+            raise RuntimeError("no stream")
+
+        monkeypatch.setattr(generate, "started", fails)
+        assert ran(pair, CALL) == [LATE]
+
+
+def test_threads(ran):
+    """One starts early while another has the graphs, or does not."""
+    with first() as pair:
+        ran(pair, CALL, CALL, CALL)
+        want, found = generated(pair.twin, *CALL), []
+        in_threads(lambda: found.append(generated(pair.model, *CALL)))
+        assert len(found) == 3 and all(torch.equal(each, want) for each in found)
+
+
+def test_calls_whose_prompt_is_not_in_their_arguments():
+    ids = tokens(2, 5)
+    for args, kwargs in (
+        ((), {}),
+        ((ids,), {"inputs": ids}),
+        ((ids.float(),), {}),
+        ((ids[0],), {}),
+        ((ids,), {"attention_mask": ids[:, 1:]}),
+        ((ids,), {"inputs_embeds": ids.float()}),
+        ((ids[:, :0],), {}),
+    ):
+        assert early.asked_of(args, kwargs) is None
+    assert early.asked_of((ids,), {}).kind == early.asked_of((), {"input_ids": ids}).kind
