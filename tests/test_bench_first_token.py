@@ -1,5 +1,6 @@
 """The suite `first_token` at toy size, over a stand-in for CUDA graphs."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the suite measures transformers models")
 
-from attnops.bench import first_token, models, run, ways
+from attnops.bench import first_token, generate, models, run, ways
 from attnops.cli import bench
 from attnops.hf import Decode
 from attnops.hf.steps import prompt
@@ -30,8 +31,8 @@ def graphs(monkeypatch):
     monkeypatch.setattr(prompt, "CAPTURED", (64,))
 
 
-def rows(case):
-    return by_way(first_token.cases(TWO)[case]())
+def rows(case, setup=TWO):
+    return by_way(first_token.cases(setup)[case]())
 
 
 @pytest.mark.parametrize("suite", ways.WAYS)
@@ -60,6 +61,54 @@ def test_a_wrong_way_has_no_time(graphs, monkeypatch):
         found = rows(case)
         assert "median_us" in found["hf"] and "median_us" not in found["attnops"]
         assert found["attnops"]["wrong"].startswith("wrong: off by")
+
+
+def scaled(at, factor):
+    """The logits of the call `at`, or of all calls (None), times a factor."""
+
+    def change(call, given, number):
+        found = call(**given)
+        if number == at or at is None:
+            found.logits = tuple(factor * each for each in found.logits)
+        return found
+
+    return change
+
+
+def without_the_first_token(call, given, _):
+    return call(**{**given, **{name: given[name][:, 1:] for name in ("inputs", "attention_mask")}})
+
+
+MIXTURES = {
+    "a tie of stock transformers": ("hf", scaled(1, 1.3), ""),
+    "a tie": ("attnops", scaled(1, 1.3), ""),
+    "a little, always": ("attnops", scaled(None, 1.01), "at half of the lengths"),
+    "zeros": ("attnops", scaled(None, 0), "off by 1, "),
+    "zeros once": ("attnops", scaled(1, 0), "off by 1, allowed 0.667, at"),
+    "shorter": ("attnops", without_the_first_token, "at half of the lengths"),
+}
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("what", MIXTURES)
+def test_a_mixture_is_judged_by_its_median_length(what, graphs, monkeypatch):
+    changed, change, wrong = MIXTURES[what]
+    right = generate.prepared
+
+    def prepared(setup, model, way, *more):
+        call, handle = right(setup, model, way, *more)
+        numbers = itertools.count()
+        other = lambda **given: change(call, given, next(numbers))  # noqa: E731
+        return (other if way == changed else call), handle
+
+    monkeypatch.setattr(generate, "prepared", prepared)
+    found = rows("mixtral 3 lengths up to 12", replace(TWO, model="mixtral"))
+    assert found["hf"]["error"] <= found["hf"]["budget"] and "median_us" in found["hf"]
+    if wrong:
+        assert wrong in found["attnops"]["wrong"] and "median_us" not in found["attnops"]
+    else:
+        assert found["attnops"]["error"] <= found["attnops"]["budget"]
+        assert found["attnops"]["median_us"] > 0
 
 
 def test_every_model_has_the_same_points():

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -29,6 +29,18 @@ def ordinary() -> Iterator[None]:
         yield
 
 
+class Allocation(NamedTuple):
+    """The pages of all layers with equal shapes and window. Each layer has a slice of them.
+
+    table: the number of their page table. numbers: the layers. whole: `[layers, P, page_size,
+    *shape]` for each shape of a layer.
+    """
+
+    table: int
+    numbers: list[int]
+    whole: tuple[Tensor, ...]
+
+
 class Pages:
     """The common part of all caches: pools of pages, one ledger, and the tables. See `PagedCache`
     for the attributes and the verbs.
@@ -37,9 +49,8 @@ class Pages:
     a window as hold the window and `max_new_tokens` tokens, and uses them in turn.
 
     Attributes:
-        layers: for each layer its pages, `[P, page_size, *shape]` for each shape of the layer. All
-            layers of equal shapes and window are slices of one allocation, so that copy-on-write is
-            one launch.
+        layers: for each layer its pages, `[P, page_size, *shape]` for each shape of the layer.
+        allocations: the memory of all layers. Copy-on-write is one launch for each.
         pools: the pages of all layers, one tensor after the other.
         windows: of each page table, tokens that a query sees; 0: all of them.
         tables: int32 `[max_requests, M]`, the page tables.
@@ -64,7 +75,7 @@ class Pages:
         alike: dict[Any, list[int]] = {}
         for number, (table, layer) in enumerate(zip(self.table_of, room.layers, strict=True)):
             alike.setdefault((table, layer.shapes), []).append(number)
-        self._allocations: list[tuple[int, tuple[Tensor, ...]]] = []
+        self.allocations: list[Allocation] = []
         found: dict[int, tuple[Tensor, ...]] = {}
         with ordinary():
             for (table, shapes), numbers in alike.items():
@@ -74,7 +85,7 @@ class Pages:
                 whole = tuple(
                     torch.zeros((*sizes, *shape), dtype=dtype, device=device) for shape in shapes
                 )
-                self._allocations.append((table, whole))
+                self.allocations.append(Allocation(table, numbers, whole))
                 found.update(zip(numbers, zip(*map(_apart, whole), strict=True), strict=True))
             self.layers = tuple(found[number] for number in range(len(room.layers)))
             self.tables = tuple(
@@ -307,7 +318,7 @@ class Pages:
         slots = pairs.view(-1, 2, 1) * self.page_size
         slots = slots + torch.arange(self.page_size, device=pairs.device)
         source, target = (each.flatten() for each in slots.unbind(1))
-        for owner, (keys, *values) in self._allocations:
+        for owner, _, (keys, *values) in self.allocations:
             if owner == number:
                 copy_kv(keys, values[0] if values else None, source, target)
 

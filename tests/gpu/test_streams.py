@@ -167,9 +167,9 @@ def test_pages_that_are_freed_while_a_stream_reads_them() -> None:
                 model(ids, **named(cache))
             torch.cuda.synchronize()
             pages = weakref.ref(cache.state.pages)
-            allocations = [each for _, alike in cache.state.pages._allocations for each in alike]
-            sizes = [tuple(each.shape) for each in allocations]
-            del allocations
+            alike = cache.state.pages.allocations
+            sizes = [tuple(whole.shape) for each in alike for whole in each.whole]
+            del alike
             late = model.model.layers[0].register_forward_pre_hook(
                 lambda *_: torch.cuda._sleep(BUSY)
             )

@@ -9,13 +9,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 import attnops
 from attnops.core.errors import NotFast, PatchError
 from attnops.core.select import active_policy
 from attnops.hf import Took, page_model as paged, tiny
-from attnops.hf.cache import idle_pages as pool
+from attnops.hf.cache import idle_pages as pool, to_dynamic_cache
 from attnops.hf.cache.names import NAME, cache_of, named
 from attnops.hf.steps import captures as states, graphed_steps as steps
 from tests.hf.decoding import asked, auto, beside, first, generated
@@ -212,19 +213,23 @@ def test_what_no_pages_or_graphs_had_a_part_in():
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
-def test_a_returned_cache_is_transformers_own(name):
-    """Padding on the left, texts longer than windows; a second turn, which is longer than the first
-    one's pages."""
+@pytest.mark.parametrize(
+    ("name", "length"), [("llama", 9), ("gemma3", 9), ("deepseek_v3", 9), ("mimo_v2_flash", 70)]
+)
+def test_a_returned_cache_is_transformers_own(name, length, small_pages, monkeypatch):
+    """Padding on the left, texts longer than windows, and than their pages, whose first one is then
+    in the middle of the window; a second turn, which is longer than the first one's pages."""
     model = tiny.model(name)
+    if name == "gemma3":
+        monkeypatch.setattr(to_dynamic_cache, "TOGETHER", 1)
 
     def turns():
-        ids, given = asked(3, 9, 9)
+        ids, given = asked(3, length, 9)
         first = model.generate(ids, return_dict_in_generate=True, **given)
         kept = copy.deepcopy(cache_of(first))
         text = torch.cat([first.sequences, ids], 1)
         given["attention_mask"] = torch.cat(
-            [given["attention_mask"], torch.ones(3, 18, dtype=torch.int64)], 1
+            [given["attention_mask"], torch.ones(3, length + 9, dtype=torch.int64)], 1
         )
         return (
             kept,
@@ -234,6 +239,8 @@ def test_a_returned_cache_is_transformers_own(name):
 
     want, mask, tokens = turns()
     with attnops.patch(model, decode=auto()) as handle:
+        if length > 9:
+            generated(model, 3, length + 35, 9)
         got, _, ours = turns()
         assert torch.equal(ours, tokens) and handle.took == Took(
             "hf", "hf", "the caller passed a cache"
@@ -250,6 +257,32 @@ def test_a_returned_cache_is_transformers_own(name):
                 x.shape == y.shape
                 and relative(*(z.transpose(1, 2).flatten(2) * seen for z in (x, y))) < LIMIT
             )
+            assert not (x.transpose(1, 2).flatten(2) * ~seen).any(), "padding is zero"
+
+
+class Calls(TorchFunctionMode):
+    """Notes the functions of torch that are called within the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_more_layers_are_returned_by_as_many_copies():
+    def calls(layers):
+        model = tiny.model("llama", num_hidden_layers=layers)
+        with torch.no_grad(), attnops.patch(model, cache="paged") as handle:
+            cache = handle.new_cache(2, 20)
+            model(torch.full((2, 9), 5), **named(cache))
+            with Calls() as found:
+                to_dynamic_cache.unpaged(cache, model.config)
+        return found.names
+
+    assert calls(2) == calls(6)
 
 
 def test_another_default_device():

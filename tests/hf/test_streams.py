@@ -178,7 +178,7 @@ def test_the_memory_of_pages_waits_for_each_stream(model, races, turn):
                 model(ids, **named(cache))
         pages = cache.state.pages
         tensors = [
-            *(x for _, whole in pages._allocations for x in whole),
+            *(x for alike in pages.allocations for x in alike.whole),
             *pages.tables,
             pages.pad,
             pages.seen,

@@ -131,7 +131,7 @@ class ModelPages(Pages):
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
         self.counters = self.seen, self.pad, self.high
         # Slices of one allocation are not known to the allocator.
-        pages = [each for _, alike in self._allocations for each in alike]
+        pages = [each for alike in self.allocations for each in alike.whole]
         scratch = () if self.workspace is None else (self.workspace,)
         small = *self.tables, self.seq_lens, *self.counters, self.most
         self.stream = LastStream(sizes.device, (*pages, *scratch, *small))
