@@ -352,6 +352,11 @@ class PagedModelCache(Cache):
         of_layer = {**dict.fromkeys(paged_layers, later), **rest, self.first_layer: first}
         super().__init__(layers=[of_layer[number] for number in sorted(of_layer)])
 
+    def __bool__(self) -> bool:
+        """Are there tokens? Phi-3 drops the cache of a long text that does not have them yet, as an
+        empty one, unless it is false."""
+        return self.state.filled
+
     def reset(self) -> None:
         """Forget every token. The states of linear attention, whose shape is that of a batch, are
         made anew."""

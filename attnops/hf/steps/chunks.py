@@ -22,6 +22,7 @@ class Part(NamedTuple):
     tokens here and those before them.
 
     ends: the requests that end here. last: the place of the last token of each in the chunk.
+    farthest: has it one token more, which is not stored, see `chunk_of`?
     """
 
     begin: int
@@ -30,11 +31,12 @@ class Part(NamedTuple):
     before: list[int]
     ends: list[int]
     last: list[int]
+    farthest: bool = False
 
     @property
     def size(self) -> int:
         """Its tokens."""
-        return self.end - self.begin
+        return self.end - self.begin + self.farthest
 
     @property
     def fresh(self) -> bool:
@@ -42,8 +44,13 @@ class Part(NamedTuple):
         return not any(n and b for n, b in zip(self.counts, self.before, strict=True))
 
 
-def parts_of(counts: Sequence[int], before: Sequence[int], most: int) -> list[Part]:
-    """Chunks of at most `most` tokens: whole requests, or equal parts of one that is longer."""
+def parts_of(
+    counts: Sequence[int], before: Sequence[int], most: int, of_length: bool = False
+) -> list[Part]:
+    """Chunks of at most `most` tokens: whole requests, or equal parts of one that is longer.
+    of_length: each of several chunks tells its layers the longest position of all."""
+    farthest = of_length and sum(counts) > most
+    most -= farthest
     found: list[Part] = []
     begin = 0
     for row, n in enumerate(counts):
@@ -58,7 +65,7 @@ def parts_of(counts: Sequence[int], before: Sequence[int], most: int) -> list[Pa
                 and not _is_part(found[-1], counts)
             )
             if not joins:
-                found.append(Part(begin, begin, [0] * len(counts), list(before), [], []))
+                found.append(Part(begin, begin, [0] * len(counts), list(before), [], [], farthest))
             part = found[-1]
             part.counts[row], part.before[row] = size, before[row] + first
             if stop == n:
@@ -97,6 +104,16 @@ def unpadded(ids: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
         torch.arange((row + 1) * columns - n, (row + 1) * columns) for row, n in enumerate(counts)
     ]
     return both[:, torch.cat(kept).to(ids.device)]
+
+
+def chunk_of(part: Part, tokens: Tensor) -> Tensor:
+    """int64 `[2, T]`, the tokens of a chunk, and their positions. tokens: of `unpadded`.
+
+    Rotations may follow from the longest position of a call (longrope): it is that of a token
+    behind those of the requests, as padding is.
+    """
+    chunk = tokens[:, part.begin : part.end]
+    return torch.cat([chunk, tokens.amax(1, keepdim=True)], 1) if part.farthest else chunk
 
 
 def packed(pages: ModelPages, counts: Tensor, before: Tensor, total: int) -> PagedBatch:

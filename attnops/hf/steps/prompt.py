@@ -42,11 +42,13 @@ from attnops.graphs.stale import uncached_casts
 from attnops.hf.attention.descriptor import padding_of
 from attnops.hf.cache.names import cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
+from attnops.hf.models.rotations import follow_length, on_device
 from attnops.hf.steps.calls import more
 from attnops.hf.steps.captures import FEW, Failures, Over, passing
 from attnops.hf.steps.chunk_step import ChunkStep
 from attnops.hf.steps.chunks import (
     Part,
+    chunk_of,
     parts_of,
     unpadded,
     why_unpacked,
@@ -69,11 +71,6 @@ RECORD_AFTER = 1
 
 # Tokens of a trial, which compiles layers ahead.
 _TRIAL = 256
-
-# Rotations whose angles follow from the longest position at hand: all tokens of a text must be in
-# one call.
-_OF_LENGTH = ("dynamic", "longrope")
-
 
 _WRAPPED = "kv_b_proj is wrapped, and the layers keep its weights from a prompt to its steps"
 _UNPLANNED = "the kernel needs a plan of the host, which later chunks do not have"
@@ -115,9 +112,8 @@ class Prompts:
         self._begun: set[str] = set()  # the modes of graphs with a size whose layers were recorded
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
-        config: Any = getattr(model, "config", None)
-        rope = str(getattr(config.get_text_config(decoder=True), "rope_parameters", ""))
-        self._of_length = any(kind in rope for kind in _OF_LENGTH)
+        self._of_length = follow_length(model)
+        self._by_host = self._of_length and not on_device(model)
         self.failures, self.graphs = Failures[str](), "graphs"
         self._chooses = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
@@ -137,7 +133,7 @@ class Prompts:
 
     def uncaptured(self, fresh: bool) -> str:
         """Why no chunk is captured. fresh: of first chunks, or of later ones."""
-        if self._of_length:
+        if self._by_host:
             return "rotations depend on the length of the text"
         return self.failures.lasting.get(self._failed_of(fresh), "")
 
@@ -279,9 +275,11 @@ class Prompts:
             return None
         if positions is None:
             positions = torch.arange(seen, seen + columns, device=ids.device)
-        most = sum(counts) if self._of_length or cache.latent else CHUNK
+        # Later chunks would attend to the latents themselves, with three times the operations.
+        most = sum(counts) if cache.latent else CHUNK
         self._once = state.filled and any(state.pages.windows)
-        parts = parts_of(counts, [max(seen - s, 0) for s in starts], most)
+        before = [max(seen - s, 0) for s in starts]
+        parts = parts_of(counts, before, most, self._of_length)
         self.why = self._why_pages(parts, cache)
         return None if self.why else (start, parts, unpadded(ids, positions, counts))
 
@@ -389,14 +387,14 @@ class Prompts:
                 self._overwrote = True
             # At once and before the first chunk: a copy from the host's own memory waits until the
             # device is idle.
-            lists = [each for part in parts for each in part[2:]]
+            lists = [each for part in parts for each in part[2:6]]
             sent = pages.upload([n for each in lists for n in each]).split(list(map(len, lists)))
             return [
                 self._part(
                     part,
                     graphs,
                     sent[4 * i : 4 * i + 4],
-                    tokens[:, part.begin : part.end],
+                    chunk_of(part, tokens),
                     cache,
                 )
                 for i, (part, graphs) in enumerate(zip(parts, over, strict=True))
@@ -424,7 +422,7 @@ class Prompts:
         """Logits `[N, 1, V]` of the requests that end in a chunk. over: the graphs that have it, or
         None.
 
-        sent: `part.counts`, `before`, `ends` and `last` on the device. chunk: of `unpadded`.
+        sent: `part.counts`, `before`, `ends` and `last` on the device. chunk: of `chunk_of`.
         Raises _NotCaptured where recorded layers could not be captured.
         """
         tokens, positions = chunk.unbind()
