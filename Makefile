@@ -36,6 +36,9 @@ demo pytest test-all test-quick docs docs-check census: export OMP_NUM_THREADS ?
 demo pytest test-all test-quick docs docs-check census: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 demo pytest test-all test-quick docs docs-check census: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
+# Python reads what it compiled before, also assertions that pytest rewrote.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-quick mutants test-newest test-oldest versions lint pytest docs docs-check dist census gpu-test gpu-bench gpu-tune gpu-sanitize
 

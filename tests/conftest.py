@@ -101,9 +101,14 @@ def skip_on_gpu(items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item not in left_out]
 
 
+# Nearly all that imports and collection make lives to the end, and looking for cycles in it takes a
+# quarter of their time.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    # What is there now lives to the end; and Dynamo allocates by the million, where the default
-    # looks for cycles at every 700th object.
+    gc.enable()
+    # Dynamo allocates by the million, where the default looks for cycles at every 700th object.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 

@@ -52,6 +52,7 @@ def skip_without_peft(kind):
 # Streams ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", changes.KINDS)
 def test_every_change_comes_again_beside_transformers(kind, graphs):
     skip_without_peft(kind)

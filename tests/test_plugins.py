@@ -442,6 +442,7 @@ def test_a_kernel_whose_first_results_were_right_is_not_checked_again(lab):
 # Features that a plug-in does not know ------------------------------------------------------------
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "case",
     [c for op in ("attention", "varlen_attention", "paged_attention") for c in CASES[op]],

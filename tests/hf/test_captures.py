@@ -50,14 +50,15 @@ def short(monkeypatch):
 # test_a_glance_sees_each_change has each, and tests/hf/test_captures_fuzz.py breakable steps of
 # models that change.
 @pytest.mark.parametrize(
-    "mode", ["auto", pytest.param("breakable", marks=pytest.mark.full), FEW[-1]]
+    ("mode", "every"),
+    [("auto", 3), *(pytest.param(mode, 1, marks=pytest.mark.full) for mode in COMPILE_AFTER)],
 )
-def test_each_change_is_seen(mode, monkeypatch):
+def test_each_change_is_seen(mode, every, monkeypatch):
     """Also those that compiled code is not guarded on: Dynamo takes tuples for constants, and looks
     for no other method of a class."""
     with both(mode, steered.model()) as pair:
         want = pair.near(*CALL)
-        for number, what in enumerate(steered.CHANGES + steered.LAST):
+        for number, what in enumerate((steered.CHANGES + steered.LAST)[::every]):
             before, graphs = want, pair.handle.graphs
             for model in (pair.model, pair.twin):
                 steered.make(what, model, monkeypatch, 1.3 + number / 50)

@@ -93,6 +93,7 @@ def arguments(rng, batch=3):
     return given | {"mask_function": rule} | ({"local_size": window} if window else {})
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("seed", range(300))
 def test_compact_shows_what_dense_shows(seed, grad):

@@ -225,9 +225,18 @@ def problems():
 
 
 @pytest.mark.parametrize("dynamic", [DimDynamic.DYNAMIC, UNBACKED], ids=["dynamic", "unbacked"])
-@pytest.mark.parametrize(("op", "name"), OVERLOADS, ids=lambda v: v)
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        pytest.param(*found, marks=[pytest.mark.full] * (found[1] not in ("default", "reference")))
+        for found in OVERLOADS
+    ],
+)
 def test_free_sizes_install_no_guard(op, name, dynamic, problems):
-    """Neither the fake nor the op's Problem asks for one. Results are on the inputs' device."""
+    """Neither the fake nor the op's Problem asks for one. Results are on the inputs' device.
+
+    The kernels of an op share a fake.
+    """
     results, guards, asserts = symbolic(op, name, dynamic, full_call(op), "cuda:0")
     assert not guards
     if dynamic == DimDynamic.DYNAMIC:
