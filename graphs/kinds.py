@@ -27,7 +27,7 @@ from .compile_pieces import Program
 from .eager_capture import capture_mode
 from .forms import Form, filled, own_tensors, tensors_of
 from .options import Options, Values
-from .per_layer import NotRegional, PerLayer, Regions, Twin, twin
+from .per_layer import ANY, NotRegional, PerLayer, Regions, Twin, twin
 from .record_functions import Followed, Recording, follow, record
 from .report import Report
 from .stale import in_force
@@ -94,10 +94,10 @@ class _Called:
         return type(self.module).forward(self.module, *self.args, **self.kwargs)
 
     def record(self) -> Recording:
-        return record(twin(self.module)[0], self.args, self.kwargs)
+        return record(_nameless(self.module), self.args, self.kwargs)
 
     def follow(self) -> Followed:
-        return follow(twin(self.module)[0], self.args, self.kwargs)
+        return follow(_nameless(self.module), self.args, self.kwargs)
 
 
 Kept = dict[Any, Kind]
@@ -229,7 +229,7 @@ class Kinds(Regions):
         if self._owns is not None and call in self._owns:
             return self._owns[call]
         known = Form(None if self._owns is None else self._forms)
-        found = _Own(known.of_module(twin(call)[0]), known, (*own_tensors(call).values(),))
+        found = _Own(known.of_module(_nameless(call)), known, (*own_tensors(call).values(),))
         if self._owns is not None:
             self._owns[call] = found
         return found
@@ -425,6 +425,23 @@ class OneSize(AsItRuns):
         with self._kinds.way("own"), options.watch():
             super().run(options, bucket, values)
         self._watched = True
+
+
+def _nameless(module: nn.Module) -> nn.Module:
+    """A twin whose parts do not hold their own names in the model, as those of peft do: equal
+    layers differ in them."""
+    made: nn.Module = twin(module)[0]
+    for path, part in [*made.named_modules()][1:]:
+        own = vars(part)
+        own.update({name: _without(value, f".{path}") for name, value in own.items()})
+    return made
+
+
+def _without(value: Any, end: str) -> Any:
+    """ANY in place of a word with this end, also of one that a dict holds."""
+    if type(value) is dict:
+        return {name: _without(each, end) for name, each in value.items()}
+    return ANY if type(value) is str and value.endswith(end) else value
 
 
 class _NoGuards:

@@ -69,6 +69,18 @@ def test_layers_of_further_sizes_are_recorded_with_their_graphs(events):
         assert recorded(events) == ["prompt", "LlamaDecoderLayer"]
 
 
+@pytest.mark.parametrize("held", [str, lambda name: {"kwargs": {"name": name}}], ids=str)
+def test_layers_whose_parts_hold_their_names_are_alike(events, held):
+    """As those of peft do."""
+    model = tiny.model("llama")
+    for layer in ("layers.0", "layers.1"):
+        for path, part in model.model.get_submodule(layer).named_children():
+            part.held = held(f"model.{layer}.{path}")
+    with first(model) as pair:
+        pair.same(2, 9, 3)
+    assert recorded(events)[: len(STEP)] == STEP
+
+
 def test_kernels_begin_in_the_order_of_their_launches(events):
     """All that the step launches, and the layer's own code beside it, before the prompt."""
     with first() as pair:
