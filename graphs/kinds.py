@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -100,8 +100,16 @@ class _Called:
         return follow(_nameless(self.module), self.args, self.kwargs)
 
 
-Kept = dict[Any, Kind]
-"""Kinds by form, which keeps what it knows by identity. Those that served last come last."""
+@dataclass(frozen=True)
+class Kept:
+    """What the graphs of one model share.
+
+    kinds: by form, which keeps what it knows by identity. Those that served last come last.
+    watched: the steps, each with its bucket, whose own code was seen to change tensors alone.
+    """
+
+    kinds: dict[Any, Kind] = field(default_factory=dict)
+    watched: set[Any] = field(default_factory=set)
 
 
 class Kinds(Regions):
@@ -114,7 +122,7 @@ class Kinds(Regions):
     Raises NotRegional as `Regions`, and for a layer whose code does what a graph would not repeat,
     or whose graph does not give the layer's own numbers.
 
-    kept: recordings of others, to share.
+    kept: what others have recorded and watched, to share. watched: see `Kept`.
     """
 
     takes_twins = False
@@ -125,10 +133,11 @@ class Kinds(Regions):
         kept: Kept | None = None,
     ) -> None:
         super().__init__("eager", passes)
-        self._kept: Kept = {} if kept is None else kept
+        kept = Kept() if kept is None else kept
+        self._kept, self.watched = kept.kinds, kept.watched
         self._way: Way = "each"
         self._results: dict[Kind, Any] = {}  # of the kinds that ran in this step, way "once"
-        self._ahead: Kept = {}  # of this step, whose layers' code was not followed
+        self._ahead: dict[Any, Kind] = {}  # of this step, whose layers' code was not followed
         self._owns: dict[nn.Module, _Own] | None = None  # in a session
         self._forms: dict[int, tuple[Any, Any]] = {}  # of objects that layers share, in a session
 
@@ -151,6 +160,18 @@ class Kinds(Regions):
             self._results.clear()
             self._ahead.clear()
             self._forms.clear()
+
+    @contextmanager
+    def watching(self, options: Options, bucket: Bucket) -> Iterator[bool]:
+        """Watch what the block runs, the own code of a step. False: it ran in this bucket before,
+        as over other pages."""
+        step = options.requests, bucket
+        if step in self.watched:
+            yield False
+            return
+        with options.watch():
+            yield True
+        self.watched.add(step)
 
     @contextmanager
     def way(self, way: Way) -> Iterator[None]:
@@ -374,8 +395,9 @@ class PerKind(PerLayer):
         super().prepare(options, bucket, values)
         if self._watched or self.regions.refusal:
             return  # a capture that runs the model's own code is watched
-        with options.watch():
-            self.whole.run(options, bucket, values)
+        with self._kinds.watching(options, bucket) as runs:
+            if runs:
+                self.whole.run(options, bucket, values)
         self._watched = True
 
     def changes(self, error: Exception) -> bool:
@@ -422,8 +444,9 @@ class OneSize(AsItRuns):
         self.run(options, bucket, values)
         if self._watched:
             return
-        with self._kinds.way("own"), options.watch():
-            super().run(options, bucket, values)
+        with self._kinds.way("own"), self._kinds.watching(options, bucket) as runs:
+            if runs:
+                super().run(options, bucket, values)
         self._watched = True
 
 

@@ -12,8 +12,9 @@ from attnops.graphs import kinds
 from attnops.graphs.compile_pieces import Program
 from attnops.graphs.forms import Form
 from attnops.hf import tiny
+from attnops.hf.steps import graphed_steps
 from attnops.hf.steps.decode import Decoder
-from tests.hf.decoding import first, generated
+from tests.hf.decoding import asked, first, generated
 from tests.ops.test_ahead import tell_ahead
 
 OPS = ("decode_attention", "paged_attention", "write_kv", "attention")
@@ -149,6 +150,23 @@ def test_a_capture_does_once_what_equal_layers_share(counted):
             counted.clear()
             assert pair.same(2, length, 1).prompt == "captured", pair.decoder.prompts.why
             assert counted == {**once, **counts}
+
+
+def test_own_code_is_watched_once_over_any_pages(monkeypatch):
+    """Of each bucket. A capture is watched, too."""
+    kept, runs, watched = [], [], graphed_steps.watched
+    monkeypatch.setattr(
+        graphed_steps, "watched", lambda model: (runs.append(rows), watched(model))[1]
+    )
+    with first() as pair, torch.no_grad():
+        for rows in (2, 1, 2):
+            ids, _ = asked(rows, 9, 1)
+            cache = pair.handle.new_cache(rows, 20)
+            pair.model(ids, past_key_values=cache, logits_to_keep=1)
+            pair.handle.step(ids[:, :1], cache)
+            assert pair.handle.graphs.captured
+            kept.append(cache)
+    assert runs == [2, 2, 1, 1, 2]
 
 
 class Chunked(LlamaRotaryEmbedding):
