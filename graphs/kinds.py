@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from .compile_pieces import Program
 from .eager_capture import capture_mode
 from .forms import Form, filled, own_tensors, tensors_of
 from .options import Options, Values
-from .per_layer import NotRegional, PerLayer, Regions, Twin, twin
+from .per_layer import ANY, NotRegional, PerLayer, Regions, Twin, twin
 from .record_functions import Followed, Recording, follow, record
 from .report import Report
 from .stale import in_force
@@ -94,14 +94,22 @@ class _Called:
         return type(self.module).forward(self.module, *self.args, **self.kwargs)
 
     def record(self) -> Recording:
-        return record(twin(self.module)[0], self.args, self.kwargs)
+        return record(_nameless(self.module), self.args, self.kwargs)
 
     def follow(self) -> Followed:
-        return follow(twin(self.module)[0], self.args, self.kwargs)
+        return follow(_nameless(self.module), self.args, self.kwargs)
 
 
-Kept = dict[Any, Kind]
-"""Kinds by form, which keeps what it knows by identity. Those that served last come last."""
+@dataclass(frozen=True)
+class Kept:
+    """What the graphs of one model share.
+
+    kinds: by form, which keeps what it knows by identity. Those that served last come last.
+    watched: the steps, each with its bucket, whose own code was seen to change tensors alone.
+    """
+
+    kinds: dict[Any, Kind] = field(default_factory=dict)
+    watched: set[Any] = field(default_factory=set)
 
 
 class Kinds(Regions):
@@ -114,7 +122,7 @@ class Kinds(Regions):
     Raises NotRegional as `Regions`, and for a layer whose code does what a graph would not repeat,
     or whose graph does not give the layer's own numbers.
 
-    kept: recordings of others, to share.
+    kept: what others have recorded and watched, to share. watched: see `Kept`.
     """
 
     takes_twins = False
@@ -125,10 +133,11 @@ class Kinds(Regions):
         kept: Kept | None = None,
     ) -> None:
         super().__init__("eager", passes)
-        self._kept: Kept = {} if kept is None else kept
+        kept = Kept() if kept is None else kept
+        self._kept, self.watched = kept.kinds, kept.watched
         self._way: Way = "each"
         self._results: dict[Kind, Any] = {}  # of the kinds that ran in this step, way "once"
-        self._ahead: Kept = {}  # of this step, whose layers' code was not followed
+        self._ahead: dict[Any, Kind] = {}  # of this step, whose layers' code was not followed
         self._owns: dict[nn.Module, _Own] | None = None  # in a session
         self._forms: dict[int, tuple[Any, Any]] = {}  # of objects that layers share, in a session
 
@@ -151,6 +160,18 @@ class Kinds(Regions):
             self._results.clear()
             self._ahead.clear()
             self._forms.clear()
+
+    @contextmanager
+    def watching(self, options: Options, bucket: Bucket) -> Iterator[bool]:
+        """Watch what the block runs, the own code of a step. False: it ran in this bucket before,
+        as over other pages."""
+        step = options.requests, bucket
+        if step in self.watched:
+            yield False
+            return
+        with options.watch():
+            yield True
+        self.watched.add(step)
 
     @contextmanager
     def way(self, way: Way) -> Iterator[None]:
@@ -229,7 +250,7 @@ class Kinds(Regions):
         if self._owns is not None and call in self._owns:
             return self._owns[call]
         known = Form(None if self._owns is None else self._forms)
-        found = _Own(known.of_module(twin(call)[0]), known, (*own_tensors(call).values(),))
+        found = _Own(known.of_module(_nameless(call)), known, (*own_tensors(call).values(),))
         if self._owns is not None:
             self._owns[call] = found
         return found
@@ -374,8 +395,9 @@ class PerKind(PerLayer):
         super().prepare(options, bucket, values)
         if self._watched or self.regions.refusal:
             return  # a capture that runs the model's own code is watched
-        with options.watch():
-            self.whole.run(options, bucket, values)
+        with self._kinds.watching(options, bucket) as runs:
+            if runs:
+                self.whole.run(options, bucket, values)
         self._watched = True
 
     def changes(self, error: Exception) -> bool:
@@ -422,9 +444,27 @@ class OneSize(AsItRuns):
         self.run(options, bucket, values)
         if self._watched:
             return
-        with self._kinds.way("own"), options.watch():
-            super().run(options, bucket, values)
+        with self._kinds.way("own"), self._kinds.watching(options, bucket) as runs:
+            if runs:
+                super().run(options, bucket, values)
         self._watched = True
+
+
+def _nameless(module: nn.Module) -> nn.Module:
+    """A twin whose parts do not hold their own names in the model, as those of peft do: equal
+    layers differ in them."""
+    made: nn.Module = twin(module)[0]
+    for path, part in [*made.named_modules()][1:]:
+        own = vars(part)
+        own.update({name: _without(value, f".{path}") for name, value in own.items()})
+    return made
+
+
+def _without(value: Any, end: str) -> Any:
+    """ANY in place of a word with this end, also of one that a dict holds."""
+    if type(value) is dict:
+        return {name: _without(each, end) for name, each in value.items()}
+    return ANY if type(value) is str and value.endswith(end) else value
 
 
 class _NoGuards:

@@ -447,7 +447,7 @@ class PagedMode:
         prompt = 1 if mask is None else mask.shape[1]
         steps = self.decode.mode == "auto" and max_cache_length > prompt
         record = functools.partial(self.decoder().begin, cache.state, rows) if steps else None
-        begin(cache.state.pages, self._over, rows, prompt, record)
+        begin(self._owner, cache.state.pages, self._over, rows, prompt, record)
         return None
 
     def _expire(self) -> None:

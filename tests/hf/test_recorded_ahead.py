@@ -12,8 +12,9 @@ from attnops.graphs import kinds
 from attnops.graphs.compile_pieces import Program
 from attnops.graphs.forms import Form
 from attnops.hf import tiny
+from attnops.hf.steps import graphed_steps
 from attnops.hf.steps.decode import Decoder
-from tests.hf.decoding import first, generated
+from tests.hf.decoding import asked, first, generated
 from tests.ops.test_ahead import tell_ahead
 
 OPS = ("decode_attention", "paged_attention", "write_kv", "attention")
@@ -67,6 +68,18 @@ def test_layers_of_further_sizes_are_recorded_with_their_graphs(events):
         events.clear()
         assert pair.same(2, 60, 1).prompt == "captured"
         assert recorded(events) == ["prompt", "LlamaDecoderLayer"]
+
+
+@pytest.mark.parametrize("held", [str, lambda name: {"kwargs": {"name": name}}], ids=str)
+def test_layers_whose_parts_hold_their_names_are_alike(events, held):
+    """As those of peft do."""
+    model = tiny.model("llama")
+    for layer in ("layers.0", "layers.1"):
+        for path, part in model.model.get_submodule(layer).named_children():
+            part.held = held(f"model.{layer}.{path}")
+    with first(model) as pair:
+        pair.same(2, 9, 3)
+    assert recorded(events)[: len(STEP)] == STEP
 
 
 def test_kernels_begin_in_the_order_of_their_launches(events):
@@ -137,6 +150,23 @@ def test_a_capture_does_once_what_equal_layers_share(counted):
             counted.clear()
             assert pair.same(2, length, 1).prompt == "captured", pair.decoder.prompts.why
             assert counted == {**once, **counts}
+
+
+def test_own_code_is_watched_once_over_any_pages(monkeypatch):
+    """Of each bucket. A capture is watched, too."""
+    kept, runs, watched = [], [], graphed_steps.watched
+    monkeypatch.setattr(
+        graphed_steps, "watched", lambda model: (runs.append(rows), watched(model))[1]
+    )
+    with first() as pair, torch.no_grad():
+        for rows in (2, 1, 2):
+            ids, _ = asked(rows, 9, 1)
+            cache = pair.handle.new_cache(rows, 20)
+            pair.model(ids, past_key_values=cache, logits_to_keep=1)
+            pair.handle.step(ids[:, :1], cache)
+            assert pair.handle.graphs.captured
+            kept.append(cache)
+    assert runs == [2, 2, 1, 1, 2]
 
 
 class Chunked(LlamaRotaryEmbedding):

@@ -14,6 +14,7 @@ from attnops.core.op import OPS
 from attnops.core.precompile import ahead, begin, start
 from attnops.core.problem import altered
 from attnops.graphs.split import split
+from attnops.hf import tiny
 from attnops.hf.attention import descriptor
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.page_sizes import Sizes
@@ -145,19 +146,39 @@ def test_each_kind_of_steps_begins_once_over_the_same_pages(monkeypatch):
         if rows == 5:
             raise RuntimeError("left to the step itself")
 
+    model = torch.nn.Linear(2, 2)
     monkeypatch.setattr(first_steps, "step", step)
+    monkeypatch.setattr(first_steps, "of_rows", lambda given: told.append(given))
 
-    def begin_steps(rows, prompt):
+    def begin_steps(rows, prompt, record=None):
         told.clear()
         cache = SimpleNamespace(state=SimpleNamespace())
-        first_steps.begin(pages, lambda pages, filled: cache, rows, prompt)
+        first_steps.begin(model, pages, lambda pages, filled: cache, rows, prompt, record)
         return told
 
     assert begin_steps(3, 20) == [(3, 20), (4, 1)]  # four rows are the next bucket
     assert begin_steps(3, 22) == begin_steps(4, 20) == []
     assert begin_steps(1, 20) == [(1, 20), (1, 1)]
     with attnops.use(deterministic=True):
-        assert begin_steps(3, 20) == [(3, 20), (4, 1)]
+        assert begin_steps(3, 20, lambda: told.append("recorded")) == [(3, 20), (4, 1), model]
     assert begin_steps(5, 20) == [(5, 20)]
     pages.sizes = pages.sizes._replace(device=torch.device("cpu"))
     assert begin_steps(2, 20) == []
+
+
+def test_linears_and_norms_of_a_deterministic_policy(monkeypatch):
+    """One call of each kind, which serves any number of rows. No hook sees it."""
+    told = []
+    tell_ahead(monkeypatch, ["linear"], told.append)
+    model = tiny.model("llama")
+    with attnops.patch(model), attnops.use(deterministic=True):
+        model.lm_head.register_forward_hook(lambda *_: told.append("a hook"))
+        first_steps.of_rows(model)
+        begun = {(call.weight.shape, call.x.dtype) for call in told}
+        assert len(told) == len(begun) and all(call.x.shape[0] == 1 for call in told)
+        told.clear()
+        with torch.no_grad(), ahead():
+            model(torch.zeros(2, 3, dtype=torch.int64))
+        assert {(call.weight.shape, call.x.dtype) for call in told[:-1]} == begun
+    monkeypatch.undo()
+    attnops.core.kernel.renew()

@@ -23,7 +23,8 @@ LIMIT = 60
 class Kernel:
     """As a function of triton.jit, to the launches."""
 
-    arg_names = ("x", "rows", "WIDE")
+    arg_names = ("x", "rows", "count", "WIDE")
+    do_not_specialize = ("count",)
     _hash_lock = None
 
 
@@ -107,6 +108,8 @@ OTHERS: list[tuple[Any, bool]] = [
     ({"rows": 48}, True),
     ({"rows": 1}, False),
     ({"rows": 33}, False),
+    ({"count": 1}, True),
+    ({"count": 2.0}, False),
     ({"WIDE": 32}, False),
     ({"num_stages": 3}, False),
 ]
@@ -118,7 +121,7 @@ def test_launches_of_one_compiled_kernel_are_compiled_once(other, alike):
     """Numbers that Triton tells apart, addresses and dtypes make another kernel."""
     compiler = Compiler(held=True)
     kernel = Kernel()
-    given = {"rows": 32, "WIDE": 8, "num_stages": 2}
+    given = {"rows": 32, "count": 32, "WIDE": 8, "num_stages": 2}
     second = (kernel, X, given | other) if isinstance(other, dict) else (kernel, other, given)
     found = begun(Beside(compiler), (kernel, X, given), second)
     compiler.free.set()

@@ -97,7 +97,7 @@ class Decoder:
         self.prompts = Prompts(model, forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
         self._code: Any = None  # that of what is compiled: `free` forgets the glance alone
-        self._recorded: Recorded = {}  # layers of the present state, for graphs over any pages
+        self._recorded = Recorded()  # layers of the present state, for graphs over any pages
         self._model, self._forward, self._make = model, forward, make
         self.captures = Captures(how.budget_bytes)
         self._kept = Kept({}, Counter())
@@ -432,7 +432,7 @@ class Decoder:
             self.glance, self.look, self.aside = None, True, ""
             self._written.clear()
             self._effects.clear()
-            self._recorded.clear()
+            self._recorded = Recorded()
             self._without.clear()
             self.failures.clear()
             self.prompts.failures.clear()
@@ -471,7 +471,8 @@ class Decoder:
             self._kept = self.captures.use(given, taken)
         self.prompts.changed()
         if before is None or before.objects != glance.objects:
-            self._recorded = {}  # nothing guards on what objects hold that are equal to themselves
+            # Nothing guards on what objects hold that are equal to themselves.
+            self._recorded = Recorded()
         if self._code is not None and self._code != glance.code:
             self.regions = None  # Dynamo does not guard on the code
             self.prompts.forget()

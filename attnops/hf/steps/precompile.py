@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from attnops.core.kernel import deterministic, own_kernel
 from attnops.core.precompile import ahead
@@ -24,8 +26,10 @@ from attnops.hf.attention.request import Request
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.generation import running_generation
+from attnops.hf.models.rows import sites
 from attnops.hf.steps.captures import Over
 from attnops.kernels.shared.launch.beside import BESIDE
+from attnops.nn.steady import is_steady
 from attnops.ops.pages.plan import over_latents
 
 COMPILING = "its kernels are still being compiled"
@@ -36,6 +40,7 @@ class _Layer(NamedTuple):
 
 
 def begin(
+    model: nn.Module,
     pages: ModelPages,
     make: Callable[..., PagedModelCache],
     rows: int,
@@ -47,7 +52,8 @@ def begin(
 
     Once for the pages, a bucket of rows, and a policy, with steps and without. make: returns a
     cache over given pages, with `filled=True` without a change to them. record: records the layers
-    of the steps, by which their kernels begin.
+    of the steps, by which their kernels begin. A deterministic policy records none, and begins
+    those of linears and norms, too.
     """
     sizes = pages.sizes
     many = next(n for n in sorted(decode_sizes(sizes.rows)) if n >= rows) if sizes.fixed else rows
@@ -55,12 +61,15 @@ def begin(
     if kind in pages.begun:
         return
     pages.begun.add(kind)
+    fixed = deterministic(active_policy())
     if not (sizes.device.type == "cpu" or over_latents(sizes.layers[0])):
         with contextlib.suppress(Exception):  # steps themselves raise it
             step(make(pages, filled=True), rows, prompt)
-            if record is None:
+            if record is None or fixed:
                 step(make(pages, filled=True), many, 1)
-    if record is not None:
+    if fixed:
+        of_rows(model)
+    elif record is not None:
         with contextlib.suppress(Exception):
             record()
 
@@ -92,6 +101,24 @@ def under_way() -> bool:
     """Are kernels being compiled, so that others may serve meanwhile? Not under a deterministic
     policy."""
     return BESIDE.looks and not deterministic(active_policy())
+
+
+def of_rows(model: nn.Module) -> None:
+    """As `begin`, of the linears and norms whose rows are kept apart under the policy in force. One
+    kernel serves any number of rows."""
+    begun = set[Any]()
+    with torch.no_grad(), ahead():
+        for site in sites(model):
+            module, weight = site.module, getattr(site.module, "weight", None)
+            if site.kind not in ("linears", "norms") or not is_steady(module) or weight is None:
+                continue
+            kind = type(module), weight.shape, weight.dtype, module._parameters.get("bias") is None
+            if kind in begun:
+                continue
+            begun.add(kind)
+            width = weight.shape[0 if isinstance(module, Conv1D) else -1]
+            with contextlib.suppress(Exception):  # the module's own call raises it
+                type(module).forward(module, weight.new_empty(1, width))
 
 
 def step(cache: PagedModelCache, rows: int, count: int) -> None:

@@ -51,11 +51,15 @@ class Launch:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for launches of one compiled kernel, as far as can be told without Triton."""
-        named = (
-            (name, _kind(x, name.islower() and name in self.kernel.arg_names))
-            for name, x in self.given.items()
-        )
-        return id(self.kernel), self.device, *(_kind(x, True) for x in self.args), *named
+        given = (*zip(self.kernel.arg_names, self.args, strict=False), *self.given.items())
+        return id(self.kernel), self.device, *((name, self._kind(name, x)) for name, x in given)
+
+    def _kind(self, name: str, x: Any) -> Any:
+        """As Triton tells arguments of this name apart: by no fact of an int where the kernel says
+        so."""
+        if type(x) is int and name in getattr(self.kernel, "do_not_specialize", ()):
+            return int
+        return _kind(x, name.islower() and name in self.kernel.arg_names)
 
 
 def memory_kind(x: Any) -> tuple[Any, ...]:
