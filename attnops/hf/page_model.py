@@ -55,7 +55,7 @@ from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.decode_loop import Loop
-from attnops.hf.steps.early import EarlyPrompts, lent_early
+from attnops.hf.steps.early import EarlyPrompts, lent
 from attnops.hf.steps.model_facts import Facts, ModelFacts
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import begin, under_way
@@ -481,7 +481,7 @@ class PagedMode:
         past, back = drafts(call)
         try:
             sizes = self._sizes(facts, rows, length + past, back)
-            return lent_early(sizes) or self.pool.lend(self._over, sizes)
+            return lent(sizes, self.pool, self._over)
         except torch.OutOfMemoryError as error:
             why = f"there is no memory for pages ({one_line(error)})"
             reasons.append(Reason(why, told=True, chosen=False))

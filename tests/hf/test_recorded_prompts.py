@@ -387,9 +387,9 @@ def test_a_budget_without_room():
     with first(budget_bytes=10, graphs=StandIn(need=lambda: 1000)) as pair:
         assert ways(pair, [(2, length, 1) for length in (14, 14, 13, 12, 11)]) == [""] * 5
         assert "budget" in pair.decoder.prompts.why
-        recorded = len(pair.decoder._recorded)
+        recorded = len(pair.decoder._recorded.kinds)
         assert ways(pair, [(2, length, 1) for length in (10, 9)]) == [""] * 2
-        assert len(pair.decoder._recorded) == recorded
+        assert len(pair.decoder._recorded.kinds) == recorded
 
 
 class Numbered(LlamaMLP):

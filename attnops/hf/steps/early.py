@@ -9,7 +9,7 @@ same pages.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from attnops.hf.cache.idle_pages import Pool
+from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import named
 from attnops.hf.cache.page_sizes import Sizes
 from attnops.hf.cache.paged_cache import PagedModelCache
@@ -167,15 +169,17 @@ def started(decoder: Decoder, asked: Asked, cache: PagedModelCache) -> Early | N
         decoder.turn.release()
 
 
-def lent_early(sizes: Sizes) -> PagedModelCache | None:
-    """The cache over which the prompt of the `generate()` that runs started, where it fits. Notes
-    the sizes that the call asks for."""
+def lent(
+    sizes: Sizes, pool: Pool, over: Callable[[ModelPages], PagedModelCache]
+) -> PagedModelCache:
+    """A cache for the `generate()` that runs, of these sizes at least: that over which its prompt
+    started, where it fits, else one of the pool. Arguments and errors as of `Pool.lend`."""
     running = running_generation()
     if running is None:
-        return None
-    running.asked, early = sizes, running.early
+        return pool.lend(over, sizes)
+    running.asked = sizes
+    early: Early | None = running.early
     if early is None or early.lent or not early.fits(sizes):
-        return None
+        return pool.lend(over, sizes)
     early.lent = True
-    cache: PagedModelCache = early.cache
-    return cache
+    return early.cache

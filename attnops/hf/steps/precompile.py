@@ -117,8 +117,9 @@ def of_rows(model: nn.Module) -> None:
                 continue
             begun.add(kind)
             width = weight.shape[0 if isinstance(module, Conv1D) else -1]
+            own: Any = type(module)
             with contextlib.suppress(Exception):  # the module's own call raises it
-                type(module).forward(module, weight.new_empty(1, width))
+                own.forward(module, weight.new_empty(1, width))
 
 
 def step(cache: PagedModelCache, rows: int, count: int) -> None:

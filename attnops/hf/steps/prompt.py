@@ -248,15 +248,13 @@ class Prompts:
     ) -> list[Tensor] | None:
         """The logits of each chunk, where just these started early. From here on work on the pages
         follows what did."""
-        early = state.early
-        ran = early is not None and early.ran(parts, over, tokens)
+        early: Early | None = state.early
+        self._early = early is not None and early.ran(parts, over, tokens)
         state.follow_early()
-        self._early = ran
-        if not ran:
+        if early is None or not self._early:
             return None
         self._replayed = True
-        logits: list[Tensor] = early.logits
-        return logits
+        return early.logits
 
     def _packed(
         self, given: dict[str, Any], recorded: bool
