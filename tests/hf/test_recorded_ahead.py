@@ -70,7 +70,9 @@ def test_layers_of_further_sizes_are_recorded_with_their_graphs(events):
         assert recorded(events) == ["prompt", "LlamaDecoderLayer"]
 
 
-@pytest.mark.parametrize("held", [str, lambda name: {"kwargs": {"name": name}}], ids=str)
+@pytest.mark.parametrize(
+    "held", [str, lambda name: {"kwargs": {"name": name}}], ids=["word", "dict"]
+)
 def test_layers_whose_parts_hold_their_names_are_alike(events, held):
     """As those of peft do."""
     model = tiny.model("llama")
