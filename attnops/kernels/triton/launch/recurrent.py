@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,22 @@ STEP_VALUES, CHUNK_VALUES = 16, 32
 CONV_TOKENS, CONV_CHANNELS = 16, 64
 
 
+def in_one_piece(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`run`, whose call has a contiguous output and state."""
+
+    @functools.wraps(run)
+    def either(call: Any) -> None:
+        output, state = call.output.contiguous(), call.state.contiguous()
+        run(changed(call, output=output, state=state))
+        if output is not call.output:
+            call.output.copy_(output)
+        if state is not call.state:
+            call.state.copy_(state)
+
+    return either
+
+
+@in_one_piece
 def gated_delta_rule(call: GatedDeltaRule) -> None:
     """One launch where no request has more than one token, else two; always two under a
     deterministic policy, so that a request's bits do not follow from its mates."""
@@ -138,6 +156,7 @@ def _by_chunks(call: GatedDeltaRule) -> None:
     )
 
 
+@in_one_piece
 def causal_conv1d(call: CausalConv1d) -> None:
     """One launch. A number knows of its own channel and request alone."""
     if call.padded:
