@@ -89,7 +89,7 @@ def inverted(a, PRECISION: constexpr):
 
     Rows of the four blocks on the diagonal are solved in turn, all blocks at once. With D the
     inverse of these blocks and N = D times the rest, whose fourth power is 0, the whole is
-    (1 - N) (1 + N N) D. Powers of `a` itself may be huge where the inverse is small.
+    (1 - N) (1 + N @ N) D. Powers of `a` itself may be huge where the inverse is small.
     """
     i = tl.arange(0, CHUNK)
     same = i[:, None] // BLOCK == i[None, :] // BLOCK
