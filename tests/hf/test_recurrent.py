@@ -53,6 +53,7 @@ def chat(model, batch):
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_the_stock_model(name, called):
     model = tiny.model(name)
+    classes = [type(module) for module in model.modules()]
     want = [chat(model, batch) for batch in (1, 2, 3)]
     with attnops.patch(model) as handle:
         assert "linear attention of 3 of 3 layers: attnops' kernels" in str(handle.report())
@@ -63,6 +64,7 @@ def test_tokens_are_those_of_the_stock_model(name, called):
                 got = [chat(each, batch) for batch in (1, 2, 3)]
             torch.testing.assert_close(got, want, rtol=0, atol=0)
             assert {70, 1, 5} <= set(called)
+    assert [type(module) for module in model.modules()] == classes
     called.clear()
     with attnops.use(REFERENCES):
         chat(model, 1)

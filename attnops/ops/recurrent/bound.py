@@ -5,8 +5,8 @@ Written with u, a and s as in `attnops.ops.linear.bound`.
 The gated delta rule. For a column of a head's state, E is the length of its error vector, and N
 that of the vector or, where that is more, of the root of the sum of squares of what was added to it
 (its parts may cancel). A token with key k, its value v, f = exp(decay) and b = beta first gives
-both a factor f max(1, |1 - b k @ k|), the most by which the rule lengthens a vector. Its new value is
-off by
+both a factor f max(1, |1 - b k @ k|), the most by which the rule lengthens a vector. Its new value
+is off by
 
     delta = b ((4 u + a (sqrt(Dk) + 16 + 128 m)) (|v| + |k| f N) + s (1 + sqrt(Dk) f N))
 
