@@ -4,6 +4,7 @@ No kernel of attnops serves a CPU, so the policy asks for the references.
 """
 
 import copy
+import functools
 import pickle
 from unittest.mock import patch as replaced
 
@@ -103,3 +104,17 @@ def test_functions_that_compute_something_else_stay(name):
             handle.report()
         )
         assert module in {type(m) for m in model.modules()}
+
+
+def test_a_forward_in_an_unknown_decorator_stays():
+    model = tiny.model("qwen3_next")
+    [cls] = {type(m) for m in model.modules() if type(m).__name__ == "Qwen3NextGatedDeltaNet"}
+    own = {"forward": cls.forward}
+
+    @functools.wraps(cls.forward)
+    def decorated(self, *args, **more):
+        return own["forward"](self, *args, **more)
+
+    with replaced.object(cls, "forward", decorated), attnops.patch(model) as handle:
+        assert "has decorators that are not known" in str(handle.report())
+        assert cls in {type(m) for m in model.modules()}

@@ -72,18 +72,28 @@ def served(cls: Any) -> type:
 
 
 def rebound(function: Function, names: Mapping[str, Function]) -> Function:
-    """`function` as it would be with these globals in its file, in the same decorators."""
-    inner: Any = getattr(function, "__wrapped__", None)
-    code: Any = inspect.unwrap(function) if inner is None else function
-    cells, known = code.__closure__, code.__globals__
+    """`function` as it would be with these globals in its file, in the same decorators. Others are
+    as they are now."""
+    own: Any = function
+    inner: Any = getattr(own, "__wrapped__", None)
+    cells, known = own.__closure__, own.__globals__
     if inner is None:
         known = {**known, **names}
     else:
         again = rebound(inner, names)
         cells = tuple(CellType(again) if c.cell_contents is inner else c for c in cells)
-    made = FunctionType(code.__code__, known, code.__name__, code.__defaults__, cells)
-    made.__kwdefaults__ = code.__kwdefaults__
+    made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, cells)
+    made.__kwdefaults__ = own.__kwdefaults__
     return made
+
+
+def can_be_rebound(function: Function) -> bool:
+    """Is it a Python function, and each of its decorators one that holds what it calls?"""
+    if not isinstance(function, FunctionType):
+        return False
+    inner: Any = getattr(function, "__wrapped__", None)
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    return inner is None or (any(x is inner for x in held) and can_be_rebound(inner))
 
 
 # The functions ------------------------------------------------------------------------------------
@@ -126,9 +136,10 @@ def _rule(own: Function) -> Function:
             more |= dict(zip(names, given, strict=True)) | {"cu_seqlens": cu_seqlens}
             result: tuple[Tensor, Tensor | None] = own(query, key, value, g=g, beta=beta, **more)
             return result
-        state = value.new_zeros((rows, heads, dk, dv), dtype=torch.float32)
-        if initial_state is not None:
-            state.copy_(initial_state)
+        if initial_state is None:
+            state = value.new_zeros((rows, heads, dk, dv), dtype=torch.float32)
+        else:
+            state = initial_state.to(torch.float32, copy=True)
         q, k, v, decay, b = (x.flatten(0, 1) for x in (query, key, value, g.float(), beta))
         output = gated_delta_rule(
             q,
@@ -242,6 +253,8 @@ def _against(module: nn.Module, code: Any) -> str:
         return "another patch has taken them over"
     if is_replaced(module):
         return "their forward is replaced on the module itself, or compiled"
+    if not can_be_rebound(type(module).forward):
+        return f"the forward of {type(module).__name__} has decorators that are not known"
     functions = {name: code.__globals__.get(name) for name in OURS}
     if not OURS.keys() <= set(code.__code__.co_names) or not all(map(callable, functions.values())):
         return f"{type(module).__name__} does not call all of {', '.join(OURS)}"
