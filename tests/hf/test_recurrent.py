@@ -57,7 +57,11 @@ def test_tokens_are_those_of_the_stock_model(name, called):
     classes = [type(module) for module in model.modules()]
     want = [chat(model, batch) for batch in (1, 2, 3)]
     with attnops.patch(model) as handle:
-        assert "linear attention of 3 of 3 layers: attnops' kernels" in str(handle.report())
+        of = "linear attention of 3 of 3 layers: "
+        assert f"{of}no kernel of attnops on cpu, without" in str(handle.report())
+        with attnops.use(REFERENCES):
+            ours = "gated_delta_rule.reference and causal_conv1d.reference"
+            assert of + ours in str(handle.report())
         again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
         for each in (model, again):
             called.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType
 from typing import Any
@@ -22,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from attnops.core.private_torch import tracing
 from attnops.core.select import active_policy, use
 from attnops.core.tracers import is_recorded
-from attnops.hf.models.chosen import Sizes, is_ours
+from attnops.hf.models.chosen import Sizes, is_ours, kernel_now
 from attnops.hf.models.methods import is_replaced
 from attnops.hf.models.trial import Site, Trial, alone, answer, left_alone
 from attnops.nn.class_swap import Swap, subclass
@@ -31,6 +32,8 @@ from attnops.ops.recurrent.record import gated_delta_rule
 
 Function = Callable[..., Any]
 _MARK = "_attnops_recurrent"
+SIZES = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim", "conv1d")
+"""Attributes of a module that the report reads."""
 
 
 class Recurrent:
@@ -49,13 +52,25 @@ class Recurrent:
 
     def notes(self) -> tuple[str, ...]:
         """Lines of a report; none for a model without linear attention."""
-        count, taken = len(self.sites), len(self._swaps)
-        ours = (
-            f"linear attention of {taken} of {count} layers: attnops' kernels on a GPU, without "
-            "gradients and outside of torch.compile; transformers' own code else"
+        count, taken = len(self.sites), Counter(_kernels(swap.target) for swap in self._swaps)
+        lines = (
+            f"linear attention of {n} of {count} layers: {kernels}, without gradients and outside "
+            "of torch.compile; transformers' own code else"
+            for kernels, n in taken.items()
         )
         left = [site.found or site for site in self.sites]
-        return (*((ours,) if taken else ()), *left_alone("linear attention", left))
+        return (*lines, *left_alone("linear attention", left))
+
+
+def _kernels(module: Any) -> str:
+    """The kernels of a module's two ops now, as `gated_delta_rule.triton`."""
+    weight = module.conv1d.weight
+    heads = (("q_heads", module.num_v_heads), ("kv_heads", module.num_k_heads))
+    dims = (("head_dim", module.head_k_dim), ("v_head_dim", module.head_v_dim))
+    ops = {"gated_delta_rule": heads + dims, "causal_conv1d": (("in_features", weight.shape[0]),)}
+    names = {op: kernel_now(op, weight.device, weight.dtype, sizes) for op, sizes in ops.items()}
+    ours = [f"{op}.{name}" for op, name in names.items() if name]
+    return " and ".join(ours) or f"no kernel of attnops on {weight.device.type}"
 
 
 @functools.cache
@@ -255,6 +270,8 @@ def _against(module: nn.Module, code: Any) -> str:
         return "their forward is replaced on the module itself, or compiled"
     if not can_be_rebound(type(module).forward):
         return f"the forward of {type(module).__name__} has decorators that are not known"
+    if odd := [name for name in SIZES if not hasattr(module, name)]:
+        return f"{type(module).__name__} has no {odd[0]}"
     functions = {name: code.__globals__.get(name) for name in OURS}
     if not OURS.keys() <= set(code.__code__.co_names) or not all(map(callable, functions.values())):
         return f"{type(module).__name__} does not call all of {', '.join(OURS)}"
