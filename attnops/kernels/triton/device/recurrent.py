@@ -264,7 +264,7 @@ def carry(
     tl.store(state_ptr, state, mask=in_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def conv(
     x_ptr,
     weight_ptr,
@@ -272,6 +272,7 @@ def conv(
     starts_ptr,
     output_ptr,
     state_ptr,
+    tiles,
     channels,
     x_t,
     x_c,
@@ -285,9 +286,9 @@ def conv(
     BLOCK_T: constexpr,
     BLOCK_C: constexpr,
 ):
-    """Grid: (requests, cdiv(channels, BLOCK_C), cdiv(longest request, BLOCK_T)). The first tile of
-    a request, which alone reads the inputs before it, writes those that come after it."""
-    request, tile = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    """Grid: (requests * tiles, cdiv(channels, BLOCK_C)). The first tile of a request, which alone
+    reads the inputs before it, writes those that come after it."""
+    request, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     begin = tl.load(starts_ptr + request * starts_b)
     end = tl.load(starts_ptr + (request + 1) * starts_b)
     first = begin + tile * BLOCK_T
@@ -310,7 +311,8 @@ def conv(
         if tile == 0:
             before = state_ptr[None, :] + (source - begin + KEPT)[:, None]
             value += floats(before, here & (source < begin)[:, None])
-        y += value * floats(weight_ptr + wide_c * weight_c + w * weight_w, in_c)[None, :]
+        column = tl.full([BLOCK_C], w, tl.int64) * weight_w
+        y += value * floats(weight_ptr + wide_c * weight_c + column, in_c)[None, :]
     if SILU:
         y *= tl.sigmoid(y)
     at = t.to(tl.int64)[:, None] * channels + wide_c[None, :]

@@ -165,10 +165,10 @@ def causal_conv1d(call: CausalConv1d) -> None:
     if not call.output.numel() or not requests:
         return
     tokens = 1 if call.max_seqlen_q == 1 else CONV_TOKENS
-    block = min(CONV_CHANNELS, power(channels))
+    block, tiles = min(CONV_CHANNELS, power(channels)), max(-(-call.max_seqlen_q // tokens), 1)
     launch(
         device.conv,
-        (requests, -(-channels // block), max(-(-call.max_seqlen_q // tokens), 1)),
+        (requests * tiles, -(-channels // block)),
         {
             "WIDTH": call.weight.shape[1],
             "KEPT": kept,
@@ -184,6 +184,7 @@ def causal_conv1d(call: CausalConv1d) -> None:
             call.cu_seqlens_q,
             call.output,
             call.state,
+            tiles,
             channels,
             *call.x.stride(),
             *call.weight.stride(),
