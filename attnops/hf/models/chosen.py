@@ -56,8 +56,8 @@ def named(decision: Decision) -> str:
 
 def kernel_now(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str:
     """The name of the kernel that answers now: of attnops, or "" for torch's own ops."""
-    problem = _problem(pretended(), op, device, dtype, None, sizes, ())
-    name = named(select(problem, active_policy()))
+    target = pretended()
+    name = named(select(_problem(target, op, device, dtype, None, sizes, ()), active_policy()))
     return "" if name == STOCK else name
 
 

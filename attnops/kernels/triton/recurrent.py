@@ -1,7 +1,9 @@
 """`triton`, of layers that carry a state: the gated delta rule by chunks of 64 tokens in two
-launches, or one token of each request in one, and the convolution of each channel."""
+launches, or token after token in one, and the convolution of each channel."""
 
 from __future__ import annotations
+
+import torch
 
 from attnops.core.kernel import at_most, one_of
 from attnops.core.problem import Problem
@@ -10,12 +12,15 @@ from attnops.kernels.shared.recurrent import CONV_TAKES, chunks_of, conv_us, rul
 from attnops.kernels.triton.attention import launched, own
 from attnops.measured.cost import decodes
 
-CHUNK_US = 2.5
-"""Of a chunk after the one before; not measured."""
+CHUNK_US, TOKEN_US = 2.5, 1.3
+"""Of a chunk, and of a token, after the one before; not measured."""
 
 
 def _rule_us(p: Problem) -> float:
-    """One launch and the bytes, or two and the longest request's chunks in turn; not measured."""
+    """One launch and the bytes, or two and the longest request's chunks in turn; of float32 its
+    tokens. Not measured."""
+    if p.dtype == torch.float32:
+        return 4.0 + rule_us(p) + TOKEN_US * p.sizes.queries.hint
     return 4.0 + rule_us(p) if decodes(p) else 12.0 + max(2.0 * rule_us(p), CHUNK_US * chunks_of(p))
 
 

@@ -84,7 +84,7 @@ def in_turn(
 
 
 @triton.jit
-def inverted(a, PRECISION: constexpr):
+def inverted(a):
     """The inverse of 1 + a, of a strictly lower triangular `[CHUNK, CHUNK]`, float32.
 
     Rows of the four blocks on the diagonal are solved in turn, all blocks at once. With D the
@@ -104,10 +104,10 @@ def inverted(a, PRECISION: constexpr):
         found = tl.where(row == at, found - before[:, None, :], found)
     spread = tl.broadcast_to(found[:, :, None, :], [BLOCKS, BLOCK, BLOCKS, BLOCK])
     inverse = tl.where(same, tl.reshape(spread, [CHUNK, CHUNK]), 0.0)
-    rest = tl.dot(inverse, tl.where(same, 0.0, a), input_precision=PRECISION)
-    twice = tl.dot(rest, rest, input_precision=PRECISION)
-    inverse += tl.dot(twice, inverse, input_precision=PRECISION)
-    return inverse - tl.dot(rest, inverse, input_precision=PRECISION)
+    rest = tl.dot(inverse, tl.where(same, 0.0, a), input_precision="tf32")
+    twice = tl.dot(rest, rest, input_precision="tf32")
+    inverse += tl.dot(twice, inverse, input_precision="tf32")
+    return inverse - tl.dot(rest, inverse, input_precision="tf32")
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -143,7 +143,6 @@ def solve(
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
     COMPUTE: constexpr,
-    PRECISION: constexpr,
 ):
     """Grid: (requests * chunks, heads). What a chunk's tokens are, whatever its first state S is.
 
@@ -185,7 +184,7 @@ def solve(
 
     system = tl.dot(k, tl.trans(k), input_precision="ieee") * between
     system *= (of_k * beta)[:, None] * of_k[None, :]
-    inverse = inverted(tl.where(i[:, None] > i[None, :], system, 0.0), PRECISION)
+    inverse = inverted(tl.where(i[:, None] > i[None, :], system, 0.0))
     of_keys = (inverse * (of_k * beta * tl.exp(passed))[None, :]).to(COMPUTE)
     keys = tl.dot(of_keys, k, input_precision="ieee")
     tl.store(keys_ptr + row[:, None] * DK + d[None, :], keys, mask=in_key)

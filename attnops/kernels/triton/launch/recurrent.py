@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from attnops.core.kernel import deterministic
 from attnops.core.record import changed, values as values_of
-from attnops.kernels.shared.launch.gpu import computed_in, flat, launch, steady
+from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, steady
 from attnops.kernels.shared.recurrent import CHUNK
 from attnops.kernels.shared.sizes import padded, power
 from attnops.kernels.shared.tokens import clear
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 STEP_VALUES, CHUNK_VALUES = 16, 32
 """Columns of the state that a program holds, token after token and by chunks."""
+OTHER_BYTES = 16 * 1024
+"""Shared memory of a program that carries a state, beside what it loads."""
 CONV_TOKENS, CONV_CHANNELS = 16, 64
 
 
@@ -42,8 +45,9 @@ def in_one_piece(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @in_one_piece
 def gated_delta_rule(call: GatedDeltaRule) -> None:
-    """One launch where no request has more than one token, else two; always two under a
-    deterministic policy, so that a request's bits do not follow from its mates."""
+    """One launch where no request has more than one token, and of float32, whose products have no
+    matrix units; else two. Under a deterministic policy the tokens do not matter, so that a
+    request's bits do not follow from its mates."""
     fixed = deterministic(call.policy)
     if call.padded:
         clear((call.cu_seqlens_q, call.output, 0.0))
@@ -53,7 +57,7 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
         call = changed(
             call, query=steady(call.query), key=steady(call.key), value=steady(call.value)
         )
-    if call.max_seqlen_q > 1 or fixed:
+    if call.query.dtype != torch.float32 and (call.max_seqlen_q > 1 or fixed):
         _by_chunks(call)
     else:
         _in_turn(call)
@@ -107,6 +111,7 @@ def _by_chunks(call: GatedDeltaRule) -> None:
     made = keys, values, seen, factors
     requests, chunks = call.state.shape[0], max(-(-call.max_seqlen_q // CHUNK), 1)
     blocks = {"BLOCK_K": padded(sizes["DK"]), "COMPUTE": compute}
+    warps = 8 if blocks["BLOCK_K"] > 128 else 4
     launch(
         device.solve,
         (requests * chunks, heads),
@@ -115,7 +120,6 @@ def _by_chunks(call: GatedDeltaRule) -> None:
             **blocks,
             "NORMALIZE": call.normalize,
             "BLOCK_V": padded(sizes["DV"]),
-            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         },
         (
             query,
@@ -134,12 +138,13 @@ def _by_chunks(call: GatedDeltaRule) -> None:
             *beta.stride(),
             starts.stride(0),
         ),
+        warps,
     )
     block = min(CHUNK_VALUES, padded(sizes["DV"]))
     launch(
         device.carry,
         (requests, heads, -(-sizes["DV"] // block)),
-        {**sizes, **blocks, "BLOCK_V": block},
+        {**sizes, **blocks, "BLOCK_V": block, "num_stages": _stages(query, block)},
         (
             query,
             key,
@@ -153,7 +158,15 @@ def _by_chunks(call: GatedDeltaRule) -> None:
             *decay.stride(),
             starts.stride(0),
         ),
+        warps,
     )
+
+
+def _stages(key: Tensor, columns: int) -> int:
+    """Chunks that a program loads ahead into shared memory."""
+    numbers = 3 * padded(key.shape[2]) + CHUNK + columns
+    chunk = CHUNK * numbers * key.dtype.itemsize
+    return max(1, min(3, (gpu_of(key).memory - OTHER_BYTES) // chunk))
 
 
 @in_one_piece
