@@ -76,6 +76,7 @@ def only(call: Call, chosen: Sequence[int], columns: int = 0) -> Call:
 def results(call: Call, kernel: Kernel | None = None) -> list[Tensor]:
     """What the op gives under a deterministic policy: of `kernel` with the plan it wants from the
     host, or of the one that is chosen."""
+    call = call.map(lambda n, x: x.clone() if call.spec[n].holds == "states" else x)
     call = call if kernel is None else planned(kernel, call, POLICY)
     record = changed(call.record, policy=POLICY)
     args, kwargs = split(record)

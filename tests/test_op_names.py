@@ -39,7 +39,9 @@ OTHER_WORDS = {
     "attnops.core.fx_effects": "torch.fx has output nodes, torch a squeeze",
     "attnops.core.problem": "x stands for hexadecimal in a format",
     "attnops.measured.table": "files of tables have a source",
+    "attnops.core.traits": "a field of Built is called state",
     "attnops.graphs.inputs": "fields of a PagedBatch",
+    "attnops.graphs.options": "an option of graphs is called state",
     "attnops.graphs.split": "torch.fx has output nodes, torch a squeeze",
 }
 # Those that do name arguments: passes, of torch's own modules and of the ops that they write, and

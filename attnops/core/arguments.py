@@ -56,6 +56,7 @@ Holds = Literal[
     "exponents",
     "first_keys",
     "ends_of_keys",
+    "states",
 ]
 """What the values of an argument are, where layout, dtypes and facts do not tell.
 
@@ -67,7 +68,7 @@ see. tokens,
 page_count: how many there are in all. scale_of_query, scale_of_keys: factors by which stored
 numbers are multiplied. factors: of each token's logits. shares: of what is added up. weight_rows:
 their products with the input are the results. exponents: of the powers of two that weights are
-multiplied by, 253 more each.
+multiplied by, 253 more each. states: of each request, read before they are written.
 """
 
 Dtypes = tuple[torch.dtype, ...]
@@ -146,6 +147,11 @@ class Arg:
     layout: tuple[Size, ...] = ()
     tensor: bool = False
     neutral: Any = REQUIRED
+
+    @property
+    def is_kept(self) -> bool:
+        """Does the tensor keep what earlier calls wrote?"""
+        return self.holds in ("pages", "states")
 
 
 def arg(

@@ -152,9 +152,7 @@ class Spec:
     def output(self) -> str:
         """The argument that the result is written into; "" where results are returned, or pages are
         all that is written."""
-        return next(
-            (a.name for a in self.args if a.written and not a.hint and a.holds != "pages"), ""
-        )
+        return next((a.name for a in self.args if a.written and not (a.hint or a.is_kept)), "")
 
     @cached_property
     def weights(self) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from attnops.hf.mask_trials import served
 from attnops.hf.models.attention_modules import Match, match
 from attnops.hf.models.experts import Experts
 from attnops.hf.models.methods import Method
+from attnops.hf.models.recurrent import Recurrent
 from attnops.hf.models.rotations import Rotations
 from attnops.hf.models.routers import Routers
 from attnops.hf.models.rows import Rows
@@ -73,9 +74,10 @@ class Patched(Handle):
         ]
         switch(found.configs, self.implementation)
         let_configs_ask(found.configs)
-        self._parts: tuple[Experts | Routers | Rotations | Rows, ...] = (
+        self._parts: tuple[Experts | Routers | Recurrent | Rotations | Rows, ...] = (
             Experts(model),
             Routers(model),
+            Recurrent(model),
             Rotations(model),
             Rows(model),
         )
@@ -428,9 +430,11 @@ def patch(
     which piecewise graphs give other addresses until `unpatch()` (docs/linear.md). Experts that ask
     transformers' experts interface go to `attnops.ops.experts` where a kernel of attnops serves
     them: a few tokens on a GPU, without gradients. So do routers to `attnops.ops.route` where the
-    op chooses as they do. The device chooses the frequencies of LongRoPE. Modules that hold the
-    same config object switch together, those of other models included (the report says so). In
-    training mode a layer whose attention dropout is above 0 is computed in plain torch.
+    op chooses as they do, and linear attention of the kind of Qwen3-Next to
+    `attnops.ops.gated_delta_rule` and `attnops.ops.causal_conv1d`. The device chooses the
+    frequencies of LongRoPE. Modules that hold the same config object switch together, those of
+    other models included (the report says so). In training mode a layer whose attention dropout is
+    above 0 is computed in plain torch.
 
     Args:
         model: a PreTrainedModel, or a module around one (PEFT, `torch.compile`).

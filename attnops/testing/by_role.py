@@ -95,6 +95,10 @@ def _weight_rows(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor:
     return scene.source.normal(*shape, dtype=dtype, spread=shape[-1] ** -0.5)
 
 
+def _states(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor:
+    return scene.source.normal(*shape, dtype=dtype_of(a, scene.f.dtype))
+
+
 def _exponents(scene: Scene, a: Arg, shape: Sequence[int]) -> Tensor:
     """2**-9 to 2**-5."""
     return scene.source.stored(*shape, dtype=torch.uint8) % 5 + 244
@@ -111,5 +115,6 @@ ROLES: dict[str, Callable[[Scene, Arg, Sequence[int]], Tensor | None]] = {
     "shares": _shares,
     "weight_rows": _weight_rows,
     "exponents": _exponents,
+    "states": _states,
 }
 """How the tensor of an argument is made, by what it holds."""

@@ -195,7 +195,8 @@ def _call(scene: Scene) -> Call:
     free = {
         n: where for n, x in arguments.items() if (where := _free(scene, spec[n], x)) is not None
     }
-    writes = (n for n in arguments if spec[n].written and n not in pages and not spec[n].hint)
+    written = (spec[n] for n in arguments if spec[n].written)
+    writes = (a.name for a in written if not (a.is_kept or a.hint))
     return Call(spec.op, arguments, free, tuple(writes))
 
 

@@ -50,6 +50,8 @@ SIZES: dict[str, dict[str, int]] = {
     "route": MIXTURE | {"E": 8},
     "linear": MIXTURE,
     "rms_norm": {"In": 8},
+    "gated_delta_rule": {"Hk": 2, "Hv": 4, "Dk": 8, "Dv": 6},
+    "causal_conv1d": {"C": 4, "W": 3},
     "request_starts": {"S": 3},
     "token_rows": {"starts": 3},
     "kv_indices": {"B": 1},
@@ -129,7 +131,7 @@ def tensor(a: Arg, sizes: Mapping[str, Any], call: Mapping[str, Any]) -> Tensor:
     """A tensor for an argument. call: the arguments before it, of which one may have its dtype."""
     # Of "1 | Hkv" the last, of ">= n" the least; and pages of any further dims have two.
     entries = [size.text.split("|")[-1].removeprefix(">=") for size in a.layout]
-    shape = [int(evaluate(text, dict(sizes))) for text in entries if text != "..."]
+    shape = [max(int(evaluate(text, dict(sizes))), 0) for text in entries if text != "..."]
     shape += [2, 8] * ("..." in entries)
     if isinstance(a.dtypes, str):
         dtype = call[a.dtypes].dtype

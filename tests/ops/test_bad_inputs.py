@@ -230,6 +230,8 @@ LEAST = {
     "write_kv": "page",
     "copy_kv": "page",
     "rms_norm": "In",
+    "gated_delta_rule": "Hk Hv Dk Dv",
+    "causal_conv1d": "C W",
     "route": "E K",
     "sparse_mla_attention": f"{LATENTS_LEAST} H",
     "write_latent_packed": LATENTS_LEAST,
@@ -508,6 +510,18 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
             {"x": f(3, 2, 8), "output": f(2, 3, 8).transpose(0, 1), "residual": None},
             "output.stride(): got (8, 24, 1), want one dim in memory",
         ),
+    ],
+    "gated_delta_rule": [
+        ({"query": f(3, 16)}, "query: got shape (3, 16), want [T, Hk, Dk]"),
+        (
+            {"value": f(3, 3, 6), "decay": f(3, 3), "beta": f(3, 3), "state": f(2, 3, 8, 6)}
+            | {"output": f(3, 3, 6)},
+            "value.shape[1]: got 3, want a multiple of the key's 2 heads",
+        ),
+    ],
+    "causal_conv1d": [
+        ({"x": f(12)}, "x: got shape (12,), want [T, C]"),
+        ({"state": f(2, 4, 1)}, "state.shape[2]: got 1, want >= 2 (W - 1)"),
     ],
     "linear": [
         ({"x": torch.tensor(1.0)}, "x: got shape (), want [..., In]"),

@@ -20,6 +20,7 @@ MAY_REFUSE = {
     "linear": {"norm_weight", "last_dim_contiguous", "tokens"},
     "rms_norm": {"in_features", "last_dim_contiguous"},
     "route": {"experts", "top_k"},
+    "gated_delta_rule": {"last_dim_contiguous"},
 }
 """Beside dtypes."""
 

@@ -68,6 +68,13 @@ CALLS = {
         ROWS,
         lambda: make_call("mxfp4_experts", Source(1), 18, (64, 64, 16, 3, 2), BF16, **SHAPED),
     ),
+    "rule": (
+        REQUESTS,
+        lambda: make_call(
+            "gated_delta_rule", Source(4), (70, 1, 3, 64), 1, 2, 32, 16, F16, normalize=True
+        ),
+    ),
+    "conv": (REQUESTS, lambda: make_call("causal_conv1d", Source(4), (40, 1, 3, 17), 9, 4, BF16)),
     "route": (
         [(t,) for t in range(9)],
         lambda: next(c for c in CASES["route"] if c.label == "ties-all").call(),

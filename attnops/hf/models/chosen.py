@@ -9,7 +9,7 @@ import torch
 
 from attnops.core.kernel import generation
 from attnops.core.problem import Extent, Problem, Target, pretended
-from attnops.core.select import has_failed, select
+from attnops.core.select import Decision, active_policy, has_failed, select
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -41,12 +41,24 @@ def is_ours(
     if (known := _ANSWERS.get(key)) is not None:
         return known
     decision = select(_problem(pretended(), op, device, dtype, most, sizes, asks), policy)
-    answer = decision.kernel is not None and decision.kernel.name != STOCK
+    answer = named(decision) not in ("", STOCK)
     if not has_failed(decision):
         if len(_ANSWERS) >= MOST:
             _ANSWERS.clear()
         _ANSWERS[key] = answer
     return answer
+
+
+def named(decision: Decision) -> str:
+    """The kernel's name; "" where there is none."""
+    return "" if decision.kernel is None else decision.kernel.name
+
+
+def kernel_now(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str:
+    """The name of the kernel that answers now: of attnops, or "" for torch's own ops."""
+    target = pretended()
+    name = named(select(_problem(target, op, device, dtype, None, sizes, ()), active_policy()))
+    return "" if name == STOCK else name
 
 
 MOST = 512

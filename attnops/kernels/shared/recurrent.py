@@ -1,0 +1,31 @@
+"""What kernels of several backends take and cost, of layers that carry a state."""
+
+from __future__ import annotations
+
+from attnops.core.problem import Problem
+from attnops.measured.cost import multiply_us
+
+CONV_TAKES = frozenset({"bias", "activation"})
+CHUNK = 64
+"""Tokens that are worked out by matrix products, before the state goes on."""
+
+
+def chunks_of(p: Problem) -> int:
+    """Chunks of the longest request."""
+    return -(-max(p.sizes.queries.hint, 1) // CHUNK)
+
+
+def rule_us(p: Problem) -> float:
+    """The bytes of states and tokens, and the products of chunks."""
+    tokens, batch = max(p.sizes.tokens.hint, 1), max(p.sizes.batch.hint, 1)
+    states = 8.0 * batch * p.q_heads * p.head_dim * p.v_head_dim
+    numbers = 2 * p.kv_heads * p.head_dim + 2 * p.q_heads * p.v_head_dim
+    width = p.head_dim + p.v_head_dim
+    products = p.q_heads * (6.0 * p.head_dim * p.v_head_dim + 4.0 * CHUNK * width)
+    return multiply_us(p, states + tokens * numbers * p.dtype.itemsize, tokens * products)
+
+
+def conv_us(p: Problem) -> float:
+    """The tokens, read and written once."""
+    tokens = max(p.sizes.tokens.hint, 1)
+    return multiply_us(p, 2.0 * tokens * p.in_features * p.dtype.itemsize, 0.0)

@@ -1,0 +1,206 @@
+"""Launches of layers that carry a state. Importing this module imports triton."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnops.core.kernel import deterministic
+from attnops.core.record import changed, values as values_of
+from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, steady
+from attnops.kernels.shared.recurrent import CHUNK
+from attnops.kernels.shared.sizes import padded, power
+from attnops.kernels.shared.tokens import clear
+from attnops.kernels.triton.device import recurrent as device
+
+if TYPE_CHECKING:
+    from attnops.ops.recurrent.conv import CausalConv1d
+    from attnops.ops.recurrent.record import GatedDeltaRule
+
+STEP_VALUES, CHUNK_VALUES = 16, 32
+"""Columns of the state that a program holds, token after token and by chunks."""
+OTHER_BYTES = 16 * 1024
+"""Shared memory of a program that carries a state, beside what it loads."""
+CONV_TOKENS, CONV_CHANNELS = 16, 64
+
+
+def in_one_piece(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`run`, whose call has a contiguous output and state."""
+
+    @functools.wraps(run)
+    def either(call: Any) -> None:
+        output, state = call.output.contiguous(), call.state.contiguous()
+        run(changed(call, output=output, state=state))
+        if output is not call.output:
+            call.output.copy_(output)
+        if state is not call.state:
+            call.state.copy_(state)
+
+    return either
+
+
+@in_one_piece
+def gated_delta_rule(call: GatedDeltaRule) -> None:
+    """One launch where no request has more than one token, and of float32, whose products have no
+    matrix units; else two. Under a deterministic policy the tokens do not matter, so that a
+    request's bits do not follow from its mates."""
+    fixed = deterministic(call.policy)
+    if call.padded:
+        clear((call.cu_seqlens_q, call.output, 0.0))
+    if not call.output.numel() or not call.state.shape[0]:
+        return
+    if fixed:
+        call = changed(
+            call, query=steady(call.query), key=steady(call.key), value=steady(call.value)
+        )
+    if call.query.dtype != torch.float32 and (call.max_seqlen_q > 1 or fixed):
+        _by_chunks(call)
+    else:
+        _in_turn(call)
+
+
+def _heads(call: GatedDeltaRule) -> dict[str, Any]:
+    (_, heads, dv), (_, groups, dk) = call.value.shape, call.key.shape
+    return {"HEADS": heads, "GROUP": heads // groups, "DK": dk, "DV": dv}
+
+
+def _in_turn(call: GatedDeltaRule) -> None:
+    sizes = _heads(call)
+    block = min(STEP_VALUES, power(sizes["DV"]))
+    launch(
+        device.in_turn,
+        (call.state.shape[0], sizes["HEADS"], -(-sizes["DV"] // block)),
+        {
+            **sizes,
+            "NORMALIZE": call.normalize,
+            "BLOCK_K": power(sizes["DK"]),
+            "BLOCK_V": block,
+        },
+        (
+            call.query,
+            call.key,
+            call.value,
+            call.decay,
+            call.beta,
+            call.cu_seqlens_q,
+            call.output,
+            call.state,
+            call.scale,
+            *call.query.stride()[:2],
+            *call.key.stride()[:2],
+            *call.value.stride()[:2],
+            *call.decay.stride(),
+            *call.beta.stride(),
+            call.cu_seqlens_q.stride(0),
+        ),
+    )
+
+
+def _by_chunks(call: GatedDeltaRule) -> None:
+    query, key, value, decay, beta, starts, *_ = values_of(call)
+    sizes, compute = _heads(call), computed_in(query)
+    tokens, heads = value.shape[:2]
+    keys = query.new_empty((tokens, heads, sizes["DK"]))
+    values = torch.empty_like(value, memory_format=torch.contiguous_format)
+    seen = query.new_empty((tokens, heads, CHUNK))
+    factors = decay.new_empty((tokens, heads, 2))
+    made = keys, values, seen, factors
+    requests, chunks = call.state.shape[0], max(-(-call.max_seqlen_q // CHUNK), 1)
+    blocks = {"BLOCK_K": padded(sizes["DK"]), "COMPUTE": compute}
+    warps = 8 if blocks["BLOCK_K"] > 128 else 4
+    launch(
+        device.solve,
+        (requests * chunks, heads),
+        {
+            **sizes,
+            **blocks,
+            "NORMALIZE": call.normalize,
+            "BLOCK_V": padded(sizes["DV"]),
+        },
+        (
+            query,
+            key,
+            value,
+            decay,
+            beta,
+            starts,
+            *made,
+            call.scale,
+            chunks,
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *decay.stride(),
+            *beta.stride(),
+            starts.stride(0),
+        ),
+        warps,
+    )
+    block = min(CHUNK_VALUES, padded(sizes["DV"]))
+    launch(
+        device.carry,
+        (requests, heads, -(-sizes["DV"] // block)),
+        {**sizes, **blocks, "BLOCK_V": block, "num_stages": _stages(query, block)},
+        (
+            query,
+            key,
+            decay,
+            starts,
+            *made,
+            call.output,
+            call.state,
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *decay.stride(),
+            starts.stride(0),
+        ),
+        warps,
+    )
+
+
+def _stages(key: Tensor, columns: int) -> int:
+    """Chunks that a program loads ahead into shared memory."""
+    numbers = 3 * padded(key.shape[2]) + CHUNK + columns
+    chunk = CHUNK * numbers * key.dtype.itemsize
+    return max(1, min(3, (gpu_of(key).memory - OTHER_BYTES) // chunk))
+
+
+@in_one_piece
+def causal_conv1d(call: CausalConv1d) -> None:
+    """One launch. A number knows of its own channel and request alone."""
+    if call.padded:
+        clear((call.cu_seqlens_q, call.output, 0.0))
+    requests, channels, kept = call.state.shape
+    if not call.output.numel() or not requests:
+        return
+    tokens = 1 if call.max_seqlen_q == 1 else CONV_TOKENS
+    block, tiles = min(CONV_CHANNELS, power(channels)), max(-(-call.max_seqlen_q // tokens), 1)
+    launch(
+        device.conv,
+        (requests * tiles, -(-channels // block)),
+        {
+            "WIDTH": call.weight.shape[1],
+            "KEPT": kept,
+            "KEPT_P": power(kept),
+            "SILU": call.activation == "silu",
+            "BLOCK_T": tokens,
+            "BLOCK_C": block,
+        },
+        (
+            call.x,
+            call.weight,
+            flat(call.bias),
+            call.cu_seqlens_q,
+            call.output,
+            call.state,
+            tiles,
+            channels,
+            *call.x.stride(),
+            *call.weight.stride(),
+            call.cu_seqlens_q.stride(0),
+        ),
+    )

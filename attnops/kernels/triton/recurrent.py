@@ -1,0 +1,49 @@
+"""`triton`, of layers that carry a state: the gated delta rule by chunks of 64 tokens in two
+launches, or token after token in one, and the convolution of each channel."""
+
+from __future__ import annotations
+
+import torch
+
+from attnops.core.kernel import at_most, one_of
+from attnops.core.problem import Problem
+from attnops.kernels.shared.parts import FEW_HEADS
+from attnops.kernels.shared.recurrent import CONV_TAKES, chunks_of, conv_us, rule_us
+from attnops.kernels.triton.attention import launched, own
+from attnops.measured.cost import decodes
+
+CHUNK_US, TOKEN_US = 2.5, 1.3
+"""Of a chunk, and of a token, after the one before; not measured."""
+
+
+def _rule_us(p: Problem) -> float:
+    """One launch and the bytes, or two and the longest request's chunks in turn; of float32 its
+    tokens. Not measured."""
+    if p.dtype == torch.float32:
+        return 4.0 + rule_us(p) + TOKEN_US * p.sizes.queries.hint
+    return 4.0 + rule_us(p) if decodes(p) else 12.0 + max(2.0 * rule_us(p), CHUNK_US * chunks_of(p))
+
+
+def _conv_us(p: Problem) -> float:
+    return 3.0 + 2.0 * conv_us(p)
+
+
+own(
+    "gated_delta_rule",
+    launched("recurrent", "gated_delta_rule"),
+    _rule_us,
+    "attnops' own, by chunks of 64 tokens, or token after token",
+    needs=(
+        one_of("last_dim_contiguous", True),
+        FEW_HEADS,
+        at_most("head_dim", 256),
+        at_most("v_head_dim", 256),
+    ),
+)
+own(
+    "causal_conv1d",
+    launched("recurrent", "causal_conv1d"),
+    _conv_us,
+    "attnops' own, a tile of tokens and channels a program",
+    CONV_TAKES,
+)

@@ -1,0 +1,116 @@
+"""The cases of layers that carry a state."""
+
+from __future__ import annotations
+
+import torch
+
+from attnops.ops.case_data import BF16, F16, F32, F64, Given, Grid, Rows, Scene, at
+
+RAGGED, ONES = (3, 1, 0, 5), (1, 1, 1)
+HEADS, FULL = (2, 4, 16, 24), (1, 2, 32, 16)
+NORM = {"normalize": True}
+RULES: Rows = {
+    **at(
+        (RAGGED, *HEADS),
+        {
+            "plain": {},
+            "normalized": NORM,
+            "scale": {"scale": 0.4},
+            "whole": {"padding": None},
+            "slack": {"slack": 3},
+            "float64": {"dtype": F64},
+            "bfloat16": {"dtype": BF16} | NORM,
+            "narrow_beta": {"dtype": F32, "beta_dtype": BF16},
+        },
+    ),
+    "step": (ONES, *HEADS, NORM),
+    "step_bfloat16": (ONES, *HEADS, BF16, NORM),
+    "step_float16": (ONES, *HEADS, F16, NORM),
+    "one_request": ((66,), *FULL, NORM),
+    "chunks": ((64, 2, 130), *FULL, NORM),
+    "chunks_bfloat16": ((64, 2, 130), *FULL, BF16, NORM),
+    "chunks_float16": ((70, 17), *FULL, F16, NORM),
+    # A token that comes again and again: powers of the chunk's system are huge, its inverse is not.
+    "alike": ((150, 40), *FULL, NORM, {"alike": True}),
+    "alike_bfloat16": ((150, 40), *FULL, BF16, NORM, {"alike": True}),
+    "forgets": ((100,), *FULL, NORM, {"forgets": 30.0}),
+    "wide": ((70, 3), 1, 2, 40, 72, NORM),
+    "wide_bfloat16": ((3, 130), 1, 2, 128, 128, BF16, NORM),
+    "one_number": ((2, 1), 1, 1, 1, 1),
+    "odd": ((5, 20), 3, 3, 20, 9, NORM),
+    "no_tokens": ((0, 0), *HEADS, {"padding": 0}),
+    "no_requests": ((), *HEADS),
+}
+
+
+def _tokens(
+    scene: Scene,
+    alike: bool = False,
+    forgets: float = 1.0,
+    beta_dtype: torch.dtype | None = None,
+) -> Given:
+    """alike: keys are nearly one key, which is written whole and never forgotten. forgets: the
+    largest decay."""
+    source, dtype, sizes = scene.source, scene.f.dtype, scene.sizes
+    tokens, width = sizes["T"], sizes["Dk"]
+    scene.f = scene.f.__class__(dtype=dtype, head_dim=width)
+    # A longer key would make the state grow without end.
+    key = source.normal(tokens, sizes["Hk"], width, spread=width**-0.5)
+    gates = source.normal(tokens, sizes["Hv"])
+    if alike:
+        key = key * 0.05 + source.normal(1, sizes["Hk"], width, spread=width**-0.5)
+        gates = gates + 4.0
+    for field in ("query", "key", "value", "decay", "beta"):
+        scene.free[field] = scene.free["tokens"]
+    return {
+        "key": key.to(dtype),
+        "decay": -forgets * source.normal(tokens, sizes["Hv"]).sigmoid() * (not alike),
+        "beta": gates.sigmoid().to(beta_dtype or dtype),
+    }
+
+
+WIDE, SILU, BIAS = (RAGGED, 36, 4), {"activation": "silu"}, {"bias": True}
+CONVS: Rows = {
+    **at(
+        WIDE,
+        {
+            "plain": {},
+            "bias": BIAS,
+            "silu": SILU,
+            "all": BIAS | SILU,
+            "whole": {"padding": None},
+            "slack": {"slack": 3},
+            "longer_state": {"kept": 6},
+            "by_channel": {"by_channel": True},
+            "float64": {"dtype": F64} | SILU,
+            "bfloat16": {"dtype": BF16} | SILU | BIAS,
+            "float16": {"dtype": F16} | SILU,
+        },
+    ),
+    "step": (ONES, 36, 4, SILU),
+    "step_bfloat16": (ONES, 100, 4, BF16, SILU, {"kept": 4}),
+    "long_bfloat16": ((40, 2, 17), 100, 4, BF16, SILU),
+    "one_number": ((2, 1), 1, 1),
+    "two": ((5,), 3, 2, BIAS),
+    "no_tokens": ((0, 0), 8, 3, {"padding": 0}),
+    "no_requests": ((), 8, 3),
+}
+
+
+def _inputs(scene: Scene, kept: int = 0, by_channel: bool = False) -> Given:
+    """kept: inputs of the state beyond the window. by_channel: the inputs of a channel follow one
+    another in memory."""
+    source, dtype, sizes = scene.source, scene.f.dtype, scene.sizes
+    x = source.normal(sizes["T"], sizes["C"], dtype=dtype)
+    scene.free["x"] = scene.free["tokens"]
+    kept = kept or sizes["W"] - 1
+    return {
+        "x": x.t().contiguous().t() if by_channel else x,
+        "state": source.normal(sizes["B"], sizes["C"], kept, dtype=dtype),
+    }
+
+
+CASES = {
+    "gated_delta_rule": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _tokens),
+    "causal_conv1d": Grid("q_lens C W dtype", CONVS, _inputs),
+}

@@ -1,0 +1,117 @@
+"""A causal convolution of each channel over packed requests, as one op that keeps the last inputs
+of each request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from attnops.core import eager_cache
+from attnops.core.checks import check_strided
+from attnops.core.eager_cache import key_for
+from attnops.core.errors import InvalidInput, fail
+from attnops.core.op import Op, define
+from attnops.core.record import FLOATS, INT32, KW_ONLY, Sizes, arg, record
+from attnops.ops import rules, typical
+from attnops.ops.recurrent.reference import causal_conv1d as reference
+
+
+def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
+    return {"in_features": int(sizes["C"])}
+
+
+@record("causal_conv1d", least={"C": ">= 1 channel", "W": ">= 1 number"}, facts=_facts)
+class CausalConv1d(rules.Queries):
+    """The tokens of packed requests, and the inputs before them."""
+
+    x: Tensor = arg("T, C", FLOATS)
+    weight: Tensor = arg("C, W", "x")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
+    bias: Tensor | None = arg("C", "x", default=None)
+    _: KW_ONLY
+    activation: str = arg(default="", choices=("", "silu"))
+    padded: bool = rules.PADDED
+    output: Tensor = arg("T, C", "x", written=True)
+    state: Tensor = arg("B, C, >= W - 1", "x", written=True, holds="states")
+
+
+CAUSAL_CONV1D = define(
+    Op(
+        CausalConv1d,
+        reference,
+        about="causal convolution of each channel, over packed requests with their last inputs",
+        typical=(
+            {
+                **typical.BF16,
+                **typical.SIZES,
+                "in_features": 8192,
+                "asks": frozenset(("activation",)),
+            },
+        ),
+    )
+)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    cu_seqlens_q: Tensor,
+    bias: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    activation: str = "",
+    padded: bool = True,
+    output: Tensor | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """A causal convolution of each channel over the tokens of packed requests. No gradient.
+
+    Token t of a request gives `sum(weight[:, w] * x[t + w - (W - 1)] for w in range(W)) + bias`,
+    where inputs before its first token are the last numbers of `state`.
+
+    Args:
+        x: `[T, C]`, float, the tokens of all requests one after the other, of any strides.
+        weight: `[C, W]`. All tensors have the dtype of `x`.
+        state: `[B, C, S]`, the last S inputs of each request before its first token, the newest at
+            the end; 0 for what was not there. S is at least W - 1. It is changed to the last S
+            inputs after the request's last token.
+        cu_seqlens_q: int32 `[B + 1]`, starting at 0; request b owns tokens `cu[b]:cu[b + 1]`. Rows
+            past `cu[B]` are padding and may hold anything; their output is 0.
+        bias: `[C]`.
+        max_seqlen_q: upper bound in tokens on the requests' lengths, a host int.
+        activation: `"silu"`, or `""` for none.
+        padded: False promises that there are no padding rows, which saves a clear of the output.
+        output: `[T, C]`, to write into; allocated when None. It shares no memory with the other
+            tensors.
+        kernel: force a kernel by name for this call.
+
+    Returns:
+        `output`.
+
+    Raises:
+        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input
+            requires grad. UnknownKernel, NoKernel.
+    """
+    eager_cache.tensors(x=x)
+    check_strided("x", x, "T, C")
+    if x.dim() != 2:
+        fail(InvalidInput, "x", f"shape {tuple(x.shape)}", "[T, C]")
+    if output is None:
+        output = x.new_empty(x.shape)
+    CAUSAL_CONV1D(
+        CausalConv1d(
+            x,
+            weight,
+            cu_seqlens_q,
+            bias,
+            max_seqlen_q=max_seqlen_q,
+            activation=activation,
+            padded=padded,
+            policy=key_for("causal_conv1d", kernel),
+            output=output,
+            state=state,
+        )
+    )
+    return output

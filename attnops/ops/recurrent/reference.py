@@ -1,0 +1,109 @@
+"""References of layers that carry a state: token after token, in float32 or float64. And how packed
+requests become rows of equal length."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnops.core.tensors import wide
+
+if TYPE_CHECKING:
+    from attnops.ops.recurrent.conv import CausalConv1d
+    from attnops.ops.recurrent.record import GatedDeltaRule
+
+EPS = 1e-6
+"""What is added to the square of a vector's length, by which it is divided."""
+
+
+def gated_delta_rule(call: GatedDeltaRule) -> None:
+    """The reference of `attnops.ops.gated_delta_rule`."""
+    if is_blank(call):
+        return
+    rows, there = rows_of(call)
+    q, k, v, decay, beta = (x.unbind(1) for x in inputs_of(call, rows, there))
+    state = call.state.to(q[0].dtype)
+    outputs = []
+    for t in range(call.max_seqlen_q):
+        state = state * decay[t].exp()[..., None, None]
+        delta = (v[t] - read(state, k[t])) * beta[t][..., None]
+        state = state + k[t][..., None] * delta[..., None, :]
+        outputs.append(read(state, q[t]))
+    put(call, torch.stack(outputs, 1), rows, there)
+    call.state.copy_(state)
+
+
+def read(state: Tensor, x: Tensor) -> Tensor:
+    """`x` `[..., Dk]` times the state `[..., Dk, Dv]`."""
+    return (x[..., None, :] @ state)[..., 0, :]
+
+
+def is_blank(call: Any) -> bool:
+    """Has no request a token? The output is 0 then."""
+    if call.output.numel() and call.max_seqlen_q:
+        return False
+    call.output.zero_()
+    return True
+
+
+def rows_of(call: Any) -> tuple[Tensor, Tensor]:
+    """(the number of a request's token among all, bool: is there one?), `[B, max_seqlen_q]`."""
+    starts = call.cu_seqlens_q[:-1, None].long()
+    at = starts + torch.arange(call.max_seqlen_q, device=starts.device)
+    there = at < call.cu_seqlens_q[1:, None]
+    return torch.where(there, at, 0), there
+
+
+def inputs_of(
+    call: GatedDeltaRule, rows: Tensor, there: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled, and 0
+    where there is no token, which leaves a state as it is."""
+
+    def padded(x: Tensor) -> Tensor:
+        at = there.reshape(*there.shape, *[1] * (x.dim() - 1))
+        return torch.where(at, x[rows].to(dtype), 0.0)
+
+    dtype = wide(call.query).dtype
+    group = call.value.shape[1] // call.key.shape[1]
+    q, k = padded(call.query), padded(call.key)
+    if call.normalize:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
+    q, k = ((x.repeat_interleave(group, 2)) for x in (q * call.scale, k))
+    return q, k, padded(call.value), padded(call.decay), padded(call.beta)
+
+
+def put(call: Any, found: Tensor, rows: Tensor, there: Tensor) -> None:
+    """Write the results `[B, max_seqlen_q, ...]` to the tokens' rows of the output, and 0 to the
+    others."""
+    tokens = call.output.shape[0]
+    # Results of no token go to a row past the last, so that no size follows from the data.
+    whole = found.new_zeros((tokens + 1, *found.shape[2:]))
+    whole[torch.where(there, rows, tokens).flatten()] = found.flatten(0, 1)
+    call.output.copy_(whole[:tokens])
+
+
+def causal_conv1d(call: CausalConv1d) -> None:
+    """The reference of `attnops.ops.causal_conv1d`."""
+    x, weight = wide(call.x), wide(call.weight)
+    (tokens, _), (requests, _, kept) = x.shape, call.state.shape
+    ends = call.cu_seqlens_q[1:].long()
+    t = torch.arange(tokens, device=x.device)
+    owner = torch.searchsorted(ends, t, right=True)
+    real = owner < requests
+    # In front of the tokens of each request stand the inputs before them.
+    place = torch.where(real, t + (owner + 1) * kept, tokens + requests * kept)
+    before = torch.arange(requests * kept, device=x.device).view(requests, kept)
+    whole = x.new_zeros(tokens + requests * kept + 1, x.shape[1])
+    whole[place] = x
+    whole[before + call.cu_seqlens_q[:-1, None]] = wide(call.state).transpose(1, 2)
+    width = weight.shape[1]
+    y = x.new_zeros(x.shape) if call.bias is None else wide(call.bias).expand(x.shape)
+    for w in range(width):
+        y = y + whole[(place + w - (width - 1)).clamp(min=0)] * weight[:, w]
+    y = F.silu(y) if call.activation else y
+    call.output.copy_(torch.where(real[:, None], y, 0.0))
+    call.state.copy_(whole[before + ends[:, None]].transpose(1, 2))
