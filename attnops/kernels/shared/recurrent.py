@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from attnops.core.problem import Problem
 from attnops.measured.cost import multiply_us
 
@@ -29,3 +31,10 @@ def conv_us(p: Problem) -> float:
     """The tokens, read and written once."""
     tokens = max(p.sizes.tokens.hint, 1)
     return multiply_us(p, 2.0 * tokens * p.in_features * p.dtype.itemsize, 0.0)
+
+
+def goes_by_chunks(dtype: torch.dtype, head_dim: int, v_head_dim: int) -> bool:
+    """Have chunks of tokens a kernel? Float32 has no matrix units. With heads of other sizes code
+    of Triton 3.6 gave wrong numbers on an H200, or read past the end of memory."""
+    whole = head_dim % 16 == 0 and v_head_dim % 16 == 0
+    return dtype != torch.float32 and whole and head_dim <= 128

@@ -3,12 +3,16 @@ launches, or token after token in one, and the convolution of each channel."""
 
 from __future__ import annotations
 
-import torch
-
 from attnops.core.kernel import at_most, one_of
 from attnops.core.problem import Problem
 from attnops.kernels.shared.parts import FEW_HEADS
-from attnops.kernels.shared.recurrent import CONV_TAKES, chunks_of, conv_us, rule_us
+from attnops.kernels.shared.recurrent import (
+    CONV_TAKES,
+    chunks_of,
+    conv_us,
+    goes_by_chunks,
+    rule_us,
+)
 from attnops.kernels.triton.attention import launched, own
 from attnops.measured.cost import decodes
 
@@ -17,11 +21,13 @@ CHUNK_US, TOKEN_US = 2.5, 1.3
 
 
 def _rule_us(p: Problem) -> float:
-    """One launch and the bytes, or two and the longest request's chunks in turn; of float32 its
-    tokens. Not measured."""
-    if p.dtype == torch.float32:
-        return 4.0 + rule_us(p) + TOKEN_US * p.sizes.queries.hint
-    return 4.0 + rule_us(p) if decodes(p) else 12.0 + max(2.0 * rule_us(p), CHUNK_US * chunks_of(p))
+    """One launch and the bytes; of more tokens the longest request's chunks in turn, or its tokens.
+    Not measured."""
+    if decodes(p):
+        return 4.0 + rule_us(p)
+    if goes_by_chunks(p.dtype, p.head_dim, p.v_head_dim):
+        return 12.0 + max(2.0 * rule_us(p), CHUNK_US * chunks_of(p))
+    return 4.0 + rule_us(p) + TOKEN_US * p.sizes.queries.hint
 
 
 def _conv_us(p: Problem) -> float:

@@ -35,6 +35,7 @@ RULES: Rows = {
     "alike_bfloat16": ((150, 40), *FULL, BF16, NORM, {"alike": True}),
     "forgets": ((100,), *FULL, NORM, {"forgets": 30.0}),
     "wide": ((70, 3), 1, 2, 40, 72, NORM),
+    "between_bfloat16": ((70, 3), 1, 2, 40, 72, BF16, NORM),
     "wide_bfloat16": ((3, 130), 1, 2, 128, 128, BF16, NORM),
     "one_number": ((2, 1), 1, 1, 1, 1),
     "odd": ((5, 20), 3, 3, 20, 9, NORM),

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnops.core.kernel import deterministic
 from attnops.core.record import changed, values as values_of
 from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, steady
-from attnops.kernels.shared.recurrent import CHUNK
+from attnops.kernels.shared.recurrent import CHUNK, goes_by_chunks
 from attnops.kernels.shared.sizes import padded, power
 from attnops.kernels.shared.tokens import clear
 from attnops.kernels.triton.device import recurrent as device
@@ -45,19 +45,22 @@ def in_one_piece(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @in_one_piece
 def gated_delta_rule(call: GatedDeltaRule) -> None:
-    """One launch where no request has more than one token, and of float32, whose products have no
-    matrix units; else two. Under a deterministic policy the tokens do not matter, so that a
-    request's bits do not follow from its mates."""
+    """One launch where no request has more than one token, and where chunks have no kernel; else
+    two. Under a deterministic policy the tokens do not matter, so that a request's bits do not
+    follow from its mates."""
     fixed = deterministic(call.policy)
     if call.padded:
         clear((call.cu_seqlens_q, call.output, 0.0))
     if not call.output.numel() or not call.state.shape[0]:
         return
-    if fixed:
+    sizes = _heads(call)
+    chunks = goes_by_chunks(call.query.dtype, sizes["DK"], sizes["DV"])
+    chunks = chunks and (call.max_seqlen_q > 1 or fixed)
+    if chunks or fixed:
         call = changed(
             call, query=steady(call.query), key=steady(call.key), value=steady(call.value)
         )
-    if call.query.dtype != torch.float32 and (call.max_seqlen_q > 1 or fixed):
+    if chunks:
         _by_chunks(call)
     else:
         _in_turn(call)
@@ -110,7 +113,7 @@ def _by_chunks(call: GatedDeltaRule) -> None:
     factors = decay.new_empty((tokens, heads, 2))
     made = keys, values, seen, factors
     requests, chunks = call.state.shape[0], max(-(-call.max_seqlen_q // CHUNK), 1)
-    blocks = {"BLOCK_K": padded(sizes["DK"]), "COMPUTE": compute}
+    blocks = {"BLOCK_K": _columns(sizes["DK"]), "COMPUTE": compute}
     warps = 8 if blocks["BLOCK_K"] > 128 else 4
     launch(
         device.solve,
@@ -119,7 +122,7 @@ def _by_chunks(call: GatedDeltaRule) -> None:
             **sizes,
             **blocks,
             "NORMALIZE": call.normalize,
-            "BLOCK_V": padded(sizes["DV"]),
+            "BLOCK_V": _columns(sizes["DV"]),
         },
         (
             query,
@@ -140,7 +143,7 @@ def _by_chunks(call: GatedDeltaRule) -> None:
         ),
         warps,
     )
-    block = min(CHUNK_VALUES, padded(sizes["DV"]))
+    block = CHUNK_VALUES
     launch(
         device.carry,
         (requests, heads, -(-sizes["DV"] // block)),
@@ -162,9 +165,15 @@ def _by_chunks(call: GatedDeltaRule) -> None:
     )
 
 
+def _columns(numbers: int) -> int:
+    """Columns of a tile for so many numbers. With fewer than 64, code of Triton 3.6 reads past the
+    end of shared memory on an H200 (by `compute-sanitizer`, at a product of `solve`)."""
+    return max(64, padded(numbers))
+
+
 def _stages(key: Tensor, columns: int) -> int:
     """Chunks that a program loads ahead into shared memory."""
-    numbers = 3 * padded(key.shape[2]) + CHUNK + columns
+    numbers = 3 * _columns(key.shape[2]) + CHUNK + columns
     chunk = CHUNK * numbers * key.dtype.itemsize
     return max(1, min(3, (gpu_of(key).memory - OTHER_BYTES) // chunk))
 
