@@ -2,9 +2,9 @@
 the model.
 
 What the model will be called with is guessed, from the arguments of `generate()` and from a call
-like it. The model's call looks at the model, finds its graphs and packs its tokens as ever. It
-takes the logits where graphs and tokens are those that ran, and else runs the prompt again over the
-same pages.
+like it, and so is that the model is as it was, but for its weights. The model's call looks at the
+model, finds its graphs and packs its tokens as ever. It takes the logits where graphs and tokens
+are those that ran, and else runs the prompt again over the same pages.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from attnops.hf.steps.chunks import Part
 
 if TYPE_CHECKING:
     from attnops.hf.steps.decode import Decoder
+    from attnops.hf.steps.model_state import Glance
 
 MISSES = 2
 """Prompts of one kind of call that started early in vain, one after the other. Later ones do not
@@ -63,6 +64,7 @@ class Early:
     cache: new, and for this call alone. It does not count the tokens as seen.
     parts, over: the chunks, and the graphs that have them. tokens: of `unpadded`.
     logits: of each chunk. lent: has the call got the cache? right: has the model taken the logits?
+    None: it was not asked to.
     """
 
     cache: PagedModelCache
@@ -71,7 +73,7 @@ class Early:
     tokens: Tensor
     logits: list[Tensor]
     lent: bool = False
-    right: bool = False
+    right: bool | None = None
 
     def fits(self, sizes: Sizes) -> bool:
         """Would a call with pages of these sizes be lent this cache?"""
@@ -96,6 +98,7 @@ class EarlyPrompts:
         self.count = 0
         self._rooms: dict[Hashable, Room] = {}
         self._misses: dict[Hashable, int] = {}
+        self._believes = True
 
     def room(self, asked: Asked) -> Room | None:
         """That of the last such call; None where a prompt of its kind is not to start early."""
@@ -108,9 +111,16 @@ class EarlyPrompts:
         room = Room(sizes.length - asked.ids.shape[1], sizes.drafts)
         remember(self._rooms, asked.kind, room)
 
+    def believed(self, glance: Glance | None) -> Glance | None:
+        """A glance at the model by which a prompt starts where all tensors are in place. None where
+        the model is looked at in full first, as after a prompt in vain: a caller may switch its
+        adapters at every call."""
+        return glance if self._believes and glance is not None and glance.in_place() else None
+
     def ended(self, asked: Asked, early: Early) -> None:
         """Note whether a prompt that started early was the right one."""
-        self.count += early.right
+        self.count += bool(early.right)
+        self._believes = self._believes and early.right is not False
         misses = 0 if early.right else self._misses.get(asked.kind, 0) + 1
         remember(self._misses, asked.kind, misses)
 
