@@ -22,7 +22,7 @@ from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import named
 from attnops.hf.cache.page_sizes import Sizes
 from attnops.hf.cache.paged_cache import PagedModelCache
-from attnops.hf.generation import running_generation
+from attnops.hf.generation import on_host, running_generation
 from attnops.hf.steps.captures import Over, remember
 from attnops.hf.steps.chunks import Part
 
@@ -162,11 +162,10 @@ def _shown(value: Any) -> Any:
 def started(decoder: Decoder, asked: Asked, cache: PagedModelCache) -> Early | None:
     """Start a prompt over a new cache. None where graphs do not have all of it, and where another
     thread has its turn."""
-    mask = asked.mask
     given = {
         "input_ids": asked.ids,
-        "attention_mask": mask,
-        "position_ids": None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0),
+        "attention_mask": asked.mask,
+        "position_ids": _positions(asked.mask),
         "logits_to_keep": 1,
         **named(cache),
     }
@@ -177,6 +176,13 @@ def started(decoder: Decoder, asked: Asked, cache: PagedModelCache) -> Early | N
         return None if graphs is None else decoder.prompts.early(given, *graphs)
     finally:
         decoder.turn.release()
+
+
+def _positions(mask: Tensor | None) -> Tensor | None:
+    """As `generate()` makes them of a mask; None where no row has padding."""
+    if mask is None or on_host(mask).all():
+        return None
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def lent(

@@ -272,7 +272,7 @@ class Prompts:
         if self.why:
             return None
         if positions is None:
-            positions = torch.arange(seen, seen + columns, device=ids.device)
+            positions = state.pages.positions[seen : seen + columns]
         # Later chunks would attend to the latents themselves, with three times the operations.
         most = sum(counts) if cache.latent else CHUNK
         self._once = state.filled and any(state.pages.windows)
