@@ -354,7 +354,8 @@ class ModelPages(Pages):
         """Bytes of the pages, the workspace, and those of plans."""
         plans = filter(None, tuple(self.known_plans.values()))
         scratch = (each.nbytes for made in plans for each in made.workspaces)
-        return self._room + sum(pool.nbytes for pool in self.pools) + sum(scratch)
+        whole = (each.nbytes for alike in self.allocations for each in alike.whole)
+        return self._room + sum(whole) + sum(scratch)
 
     def use(self) -> None:
         """Let work to come on the current stream follow the work so far on the pages.

@@ -386,7 +386,8 @@ class Prompts:
             # At once and before the first chunk: a copy from the host's own memory waits until the
             # device is idle.
             lists = [each for part in parts for each in part[2:6]]
-            sent = pages.upload([n for each in lists for n in each]).split(list(map(len, lists)))
+            sent = pages.upload([n for each in lists for n in each])
+            sent = sent.split_with_sizes(list(map(len, lists)))
             return [
                 self._part(
                     part,
