@@ -80,8 +80,10 @@ def _start(paged: PagedMode, generation: Generation, asked: Asked, room: Room) -
     """Start the prompt of a call over pages of its own."""
     rows, columns = asked.ids.shape
     with suppress(Exception), torch.no_grad():  # the call itself raises it
+        generation.looked = paged.early.believed(paged.decoder().glance)
         cache = paged.lend_early(rows, columns + room.beyond, room.drafts)
         generation.early = cache.state.early = started(paged.decoder(), asked, cache)
+    generation.looked = None  # the call looks at all of the model
 
 
 def _take_back(paged: PagedMode, generation: Generation, result: Any) -> None:

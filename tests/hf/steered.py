@@ -230,6 +230,9 @@ def unfelt_changes(model, patch, by):
         "a bias": lambda: model.lm_head.register_parameter(
             "bias", nn.Parameter(torch.zeros(model.lm_head.out_features))
         ),
+        "a further parameter": lambda: model.lm_head.register_parameter(
+            "further", nn.Parameter(torch.zeros(1))
+        ),
         "a longer list": lambda: mlp.fractions.append(1.0),
         "a field of a namespace": lambda: setattr(mlp.space, "scale", by),
     }

@@ -157,6 +157,24 @@ def test_a_weight_that_is_replaced_after_the_start(monkeypatch, ran):
         assert pair.handle._paged.early.count == 1
 
 
+def test_an_attribute_that_is_switched_at_every_call(ran):
+    """One prompt starts by what the model was. Then each start looks at all of it."""
+
+    def switch(model):
+        norm = model.model.norm
+        norm.variance_epsilon, norm.other = norm.other, norm.variance_epsilon
+
+    with first() as pair:
+        pair.change(lambda model: setattr(model.model.norm, "other", 0.5))
+        found = [ran(pair, CALL, CALL, CALL)[-1]]
+        pair.change(switch)
+        ran(pair, CALL, CALL, CALL)
+        for _ in range(3):
+            pair.change(switch)
+            found += ran(pair, CALL)
+        assert found == [EARLY, ["prompt", *LATE], EARLY, EARLY]
+
+
 def test_a_call_that_asks_for_more_pages_than_the_one_before(ran):
     """The length of its pages is not known from its arguments."""
     config = GenerationConfig(max_new_tokens=3, do_sample=False, min_new_tokens=3)

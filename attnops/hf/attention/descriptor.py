@@ -339,7 +339,7 @@ def padding_of(
         _check_length(request, columns)
         if generation is not None:
             generation.checked = pages.pad
-        return torch.zeros_like(own), [0] * (1 + rows)
+        return pages.positions[:1].expand_as(own), [0] * (1 + rows)
     known = torch.zeros(rows, dtype=torch.int64, device="cpu")
     read = _run(request._replace(attention_mask=shown), known, columns)
     return _checked(request, pages.pad, _Read(0, known, *read), generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import deque
@@ -28,6 +29,7 @@ SMALL = 256
 MOST_FOR_BOTH = 2
 
 
+@functools.cache
 def gpu_bytes(device: torch.device) -> float:
     """A GPU's memory. Of another device it is not known, and without a bound."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else inf

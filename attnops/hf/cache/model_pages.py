@@ -79,6 +79,7 @@ class ModelPages(Pages):
     step did not have.
     high: int64 `[]`, the most positions there have been since the cache was empty, where there are
     windows.
+    positions: int64 `[length]`, those of a row: prompts take parts of them, and launch nothing.
     plan_of: the kernel of decode steps that may read a plan, and its layer; None: no kernel does.
     kernels: for each layer, the one that decode steps of all rows choose, "" for none.
     known_plans: what `plans` found, by the policy, of the last few policies.
@@ -129,11 +130,12 @@ class ModelPages(Pages):
             self.high = torch.zeros_like(self.seen)
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
+            self.positions = torch.arange(length, device=sizes.device)
         self.counters = self.seen, self.pad, self.high
         # Slices of one allocation are not known to the allocator.
         pages = [each for alike in self.allocations for each in alike.whole]
         scratch = () if self.workspace is None else (self.workspace,)
-        small = *self.tables, self.seq_lens, *self.counters, self.most
+        small = *self.tables, self.seq_lens, *self.counters, self.most, self.positions
         self.stream = LastStream(sizes.device, (*pages, *scratch, *small))
         self.use()
         self.plans()
@@ -352,7 +354,8 @@ class ModelPages(Pages):
         """Bytes of the pages, the workspace, and those of plans."""
         plans = filter(None, tuple(self.known_plans.values()))
         scratch = (each.nbytes for made in plans for each in made.workspaces)
-        return self._room + sum(pool.nbytes for pool in self.pools) + sum(scratch)
+        whole = (each.nbytes for alike in self.allocations for each in alike.whole)
+        return self._room + sum(whole) + sum(scratch)
 
     def use(self) -> None:
         """Let work to come on the current stream follow the work so far on the pages.

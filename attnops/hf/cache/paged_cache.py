@@ -606,9 +606,9 @@ def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, 
     Raises InvalidInput for a layer that keeps keys and values, which would need pages.
     """
     count = max(max(paged_layers) + 1, len(getattr(config, "layer_types", None) or ()))
-    missing = sorted({*range(count)}.difference(paged_layers))
-    if not missing:
+    if len(paged_layers) == count:
         return {}
+    missing = sorted({*range(count)}.difference(paged_layers))
     made: list[Any] = DynamicCache(config=config).layers
     for i in missing:
         own = made[i] if i < len(made) else None

@@ -112,7 +112,8 @@ def chunk_of(part: Part, tokens: Tensor) -> Tensor:
     Rotations may follow from the longest position of a call (longrope): it is that of a token
     behind those of the requests, as padding is.
     """
-    chunk = tokens[:, part.begin : part.end]
+    whole = part.end - part.begin == tokens.shape[1]
+    chunk = tokens if whole else tokens[:, part.begin : part.end]
     return torch.cat([chunk, tokens.amax(1, keepdim=True)], 1) if part.farthest else chunk
 
 

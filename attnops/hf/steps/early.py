@@ -2,9 +2,9 @@
 the model.
 
 What the model will be called with is guessed, from the arguments of `generate()` and from a call
-like it. The model's call looks at the model, finds its graphs and packs its tokens as ever. It
-takes the logits where graphs and tokens are those that ran, and else runs the prompt again over the
-same pages.
+like it, and so is that the model is as it was, but for its weights. The model's call looks at the
+model, finds its graphs and packs its tokens as ever. It takes the logits where graphs and tokens
+are those that ran, and else runs the prompt again over the same pages.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import named
 from attnops.hf.cache.page_sizes import Sizes
 from attnops.hf.cache.paged_cache import PagedModelCache
-from attnops.hf.generation import running_generation
+from attnops.hf.generation import on_host, running_generation
 from attnops.hf.steps.captures import Over, remember
 from attnops.hf.steps.chunks import Part
 
 if TYPE_CHECKING:
     from attnops.hf.steps.decode import Decoder
+    from attnops.hf.steps.model_state import Glance
 
 MISSES = 2
 """Prompts of one kind of call that started early in vain, one after the other. Later ones do not
@@ -63,6 +64,7 @@ class Early:
     cache: new, and for this call alone. It does not count the tokens as seen.
     parts, over: the chunks, and the graphs that have them. tokens: of `unpadded`.
     logits: of each chunk. lent: has the call got the cache? right: has the model taken the logits?
+    None: it was not asked to.
     """
 
     cache: PagedModelCache
@@ -71,7 +73,7 @@ class Early:
     tokens: Tensor
     logits: list[Tensor]
     lent: bool = False
-    right: bool = False
+    right: bool | None = None
 
     def fits(self, sizes: Sizes) -> bool:
         """Would a call with pages of these sizes be lent this cache?"""
@@ -96,6 +98,7 @@ class EarlyPrompts:
         self.count = 0
         self._rooms: dict[Hashable, Room] = {}
         self._misses: dict[Hashable, int] = {}
+        self._believes = True
 
     def room(self, asked: Asked) -> Room | None:
         """That of the last such call; None where a prompt of its kind is not to start early."""
@@ -108,9 +111,16 @@ class EarlyPrompts:
         room = Room(sizes.length - asked.ids.shape[1], sizes.drafts)
         remember(self._rooms, asked.kind, room)
 
+    def believed(self, glance: Glance | None) -> Glance | None:
+        """A glance at the model by which a prompt starts where all tensors are in place. None where
+        the model is looked at in full first, as after a prompt in vain: a caller may switch its
+        adapters at every call."""
+        return glance if self._believes and glance is not None and glance.in_place() else None
+
     def ended(self, asked: Asked, early: Early) -> None:
         """Note whether a prompt that started early was the right one."""
-        self.count += early.right
+        self.count += bool(early.right)
+        self._believes = self._believes and early.right is not False
         misses = 0 if early.right else self._misses.get(asked.kind, 0) + 1
         remember(self._misses, asked.kind, misses)
 
@@ -152,11 +162,10 @@ def _shown(value: Any) -> Any:
 def started(decoder: Decoder, asked: Asked, cache: PagedModelCache) -> Early | None:
     """Start a prompt over a new cache. None where graphs do not have all of it, and where another
     thread has its turn."""
-    mask = asked.mask
     given = {
         "input_ids": asked.ids,
-        "attention_mask": mask,
-        "position_ids": None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0),
+        "attention_mask": asked.mask,
+        "position_ids": _positions(asked.mask),
         "logits_to_keep": 1,
         **named(cache),
     }
@@ -167,6 +176,13 @@ def started(decoder: Decoder, asked: Asked, cache: PagedModelCache) -> Early | N
         return None if graphs is None else decoder.prompts.early(given, *graphs)
     finally:
         decoder.turn.release()
+
+
+def _positions(mask: Tensor | None) -> Tensor | None:
+    """As `generate()` makes them of a mask; None where no row has padding."""
+    if mask is None or on_host(mask).all():
+        return None
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def lent(

@@ -14,7 +14,7 @@ from attnops.core.record import name, need
 from attnops.hf.cache import support
 from attnops.hf.generation import look_again, running_generation
 from attnops.hf.models.methods import Tree
-from attnops.hf.steps.model_state import Glance
+from attnops.hf.steps.model_state import Glance, holds
 from attnops.hf.steps.reasons import callers_hooks
 
 
@@ -61,7 +61,7 @@ class ModelFacts:
         Where it still holds, the `generate()` that runs looks at the model no more before its
         prompt.
         """
-        if glance is None or not glance.same():
+        if glance is None or not holds(glance):
             look_again()
             return self._found()
         running = running_generation()

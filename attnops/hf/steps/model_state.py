@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
+from operator import getitem
 from typing import Any
 
 from torch import Tensor, nn
 
 from attnops.core.eager_cache import guards_of
 from attnops.core.errors import InvalidInput, fail
+from attnops.core.private_torch import same_addresses
 from attnops.hf.generation import running_generation
 from attnops.hf.models.methods import modules_in
 from attnops.hf.steps.around import flags, global_hooks
@@ -27,6 +29,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Layout = tuple[list[str], tuple[Getter, ...]]
 """Of modules of one class that hold the same names: the attributes that are their own, and what
 gets those that `same` compares."""
+
+
+Places = tuple[list[dict[str, Any]], list[str]]
+"""Dictionaries, and a name in each."""
 
 
 class Glance:
@@ -151,6 +157,9 @@ class Glance:
         tensors = [own[name] for own in owned for name in ("_parameters", "_buffers")]
         self._empty = [held for held in inside + tensors if not held]
         self._inside, self._tensors = list(filter(None, inside)), list(filter(None, tensors))
+        places = [(each, name) for each in self._tensors for name in each]
+        self._weights = _columns([(each, n) for each, n in places if each[n] is not None])
+        self._absent = _columns([(each, n) for each, n in places if each[n] is None])
         held = self._held()
         if any(t.is_meta for t in held):
             self._refuse_meta()
@@ -160,29 +169,41 @@ class Glance:
         if self._plain:
             self._values.keep()
             self._alike = guards_of(tuple(held))
-            self._seen = self._look(held)
+            self._pointers, self._every = list(map(Tensor.data_ptr, held)), list(range(len(held)))
+            self._seen = self._look()
+
+    def in_place(self) -> bool:
+        """Are all tensors where they were, and alike? Graphs may then read their memory, whatever
+        else of the model has changed. In a fraction of the time of `same`."""
+        try:
+            return self._plain and self._are_in_place()
+        except Exception:  # tensors that are gone
+            return False
 
     def same(self) -> bool:
         """Has nothing changed? False may also be the answer where only what does not count has."""
         try:
-            if not self._plain or any(self._empty):
+            if not self._plain or any(self._empty) or self._look() != self._seen:
                 return False
-            held = self._held()
-            unchanged = self._look(held) == self._seen and self._alike.check(*held)
-            return unchanged and self._values.same() and self._code.same()
+            return self._are_in_place() and self._values.same() and self._code.same()
         except Exception:  # attributes that cannot be compared, or are gone
             return False
 
     def _held(self) -> list[Any]:
         """All tensors."""
-        every = _flat(self._tensors) + self._values.tensors + self._code.values.tensors
-        return [t for t in every if t is not None]
+        return _each(self._weights) + self._values.tensors + self._code.values.tensors
 
-    def _look(self, held: list[Tensor]) -> tuple[Any, ...]:
-        """held: all tensors. `_alike` compares their types, dtypes and layouts, whether they
-        require a gradient, and torch's modes of dispatch."""
+    def _are_in_place(self) -> bool:
+        """`_alike` compares the types, dtypes and layouts of all tensors, whether they require a
+        gradient, and torch's modes of dispatch."""
+        held = self._held()
+        alike: bool = self._alike.check(*held)
+        return alike and same_addresses(held, self._pointers, self._every)
+
+    def _look(self) -> tuple[Any, ...]:
         return (
-            list(map(Tensor.data_ptr, held)),
+            list(map(len, self._tensors)),
+            _each(self._absent),
             list(map(type, self._modules)),
             _flat(self._inside),
             flags(),
@@ -212,6 +233,15 @@ def _layout(kind: type, held: tuple[str, ...], linear: bool) -> Layout:
     unread = _NOT_READ.union(_UNREAD) if linear else _NOT_READ
     names = sorted(name for name in held if name not in unread)
     return names, () if linear and not names else (getter(["training", *names]),)
+
+
+def _columns(places: Sequence[tuple[dict[str, Any], str]]) -> Places:
+    return [each for each, _ in places], [name for _, name in places]
+
+
+def _each(places: Places) -> list[Any]:
+    """The values in these places. Raises KeyError where one is gone."""
+    return list(map(getitem, *places))
 
 
 def _flat(dicts: Iterable[dict[str, Any]]) -> list[Any]:

@@ -272,7 +272,7 @@ class Prompts:
         if self.why:
             return None
         if positions is None:
-            positions = torch.arange(seen, seen + columns, device=ids.device)
+            positions = state.pages.positions[seen : seen + columns]
         # Later chunks would attend to the latents themselves, with three times the operations.
         most = sum(counts) if cache.latent else CHUNK
         self._once = state.filled and any(state.pages.windows)
@@ -386,7 +386,8 @@ class Prompts:
             # At once and before the first chunk: a copy from the host's own memory waits until the
             # device is idle.
             lists = [each for part in parts for each in part[2:6]]
-            sent = pages.upload([n for each in lists for n in each]).split(list(map(len, lists)))
+            sent = pages.upload([n for each in lists for n in each])
+            sent = sent.split_with_sizes(list(map(len, lists)))
             return [
                 self._part(
                     part,
