@@ -45,13 +45,13 @@ class NotRegional(AttnopsError):
 
 
 class AnyNumber:
-    """In place of the number of a layer: it can be passed on, and fails where it would be compared
-    or computed with."""
+    """In place of the number or the name of a layer: it can be passed on, and fails where it would
+    be compared or computed with, or be a part of a text, by which code may look something up."""
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise NotRegional("the layer computes with its own number")
+        raise NotRegional("the layer computes with its own number or name")
 
-    __eq__ = __bool__ = __hash__ = _refuse
+    __eq__ = __bool__ = __hash__ = __str__ = __format__ = _refuse
 
 
 ANY = AnyNumber()

@@ -511,11 +511,16 @@ def numbered(self, x):
     return x * (self.layer_idx + 1)
 
 
+def looked_up(self, x):
+    return x * {"layers.3": 2.0}.get(f"layers.{self.layer_idx}", 1.0)
+
+
 @pytest.mark.parametrize(
     ("compute", "why"),
     [
         (other_on_fakes, "what was recorded of Layer has other results"),
         (numbered, "unsupported operand"),
+        (looked_up, "its own number or name"),
         (kept, "Layer cannot be recorded: .*it sets last"),
     ],
 )

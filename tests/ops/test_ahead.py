@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnops
 from attnops.core.kernel import _REGISTRY, kernels_of
@@ -166,16 +167,29 @@ def test_each_kind_of_steps_begins_once_over_the_same_pages(monkeypatch):
     assert begin_steps(2, 20) == []
 
 
+class Keeping(LlamaRMSNorm):
+    """It keeps what it is given in a buffer."""
+
+    def forward(self, x):
+        self.seen = x
+        return super().forward(x)
+
+
 def test_linears_and_norms_of_a_deterministic_policy(monkeypatch):
-    """One call of each kind, which serves any number of rows. No hook sees it."""
+    """One call of each kind, which serves any number of rows. No hook sees it, and no module keeps
+    its fake tensor."""
     told = []
     tell_ahead(monkeypatch, ["linear"], told.append)
     model = tiny.model("llama")
+    for norm in [module for module in model.modules() if type(module) is LlamaRMSNorm]:
+        norm.__class__ = Keeping
+        norm.register_buffer("seen", torch.zeros(1))
     with attnops.patch(model), attnops.use(deterministic=True):
         model.lm_head.register_forward_hook(lambda *_: told.append("a hook"))
         first_steps.of_rows(model)
         begun = {(call.weight.shape, call.x.dtype) for call in told}
         assert len(told) == len(begun) and all(call.x.shape[0] == 1 for call in told)
+        assert all(type(buffer) is torch.Tensor for buffer in model.buffers())
         told.clear()
         with torch.no_grad(), ahead():
             model(torch.zeros(2, 3, dtype=torch.int64))

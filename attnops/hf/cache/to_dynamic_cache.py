@@ -92,7 +92,9 @@ def _copies(
         made = some.new_zeros(shape) if padded else some.new_empty(shape)
         for run in runs:
             made[:, run.rows, :, run.places] = some[:, run.rows, run.slots].transpose(2, 3)
-        yield from made.unbind()
+        # Plain tensors in place of views, which autograd would take for one: a write to one layer
+        # spoils no gradient that needs another.
+        yield from (each.data for each in made.unbind())
 
 
 def _fill(own: Any, keys: Tensor, values: Tensor, length: int, begun: dict[Any, Any]) -> None:

@@ -41,7 +41,8 @@ class Rotations:
         runs its own code."""
         for swap in self._swaps:
             swap.undo()
-            swap.target._buffers.pop(_LONG, None)
+            if _LONG in swap.target._buffers:
+                delattr(swap.target, _LONG)
 
     def notes(self) -> tuple[str, ...]:
         """A line of a report; none for a model without such rotations."""
@@ -79,7 +80,7 @@ def served(cls: Any) -> type:
         device = position_ids.device
         chosen = torch.where(
             position_ids.max() >= _boundary(self),
-            long.view(torch.float32).to(device),
+            (long if long.is_floating_point() else long.view(torch.float32)).to(device),
             self.original_inv_freq.to(device),
         )
         return angles(_With(self, chosen), x, position_ids)
@@ -127,11 +128,15 @@ def _tried(module: Any) -> Tensor | None:
         (torch.zeros(1, device=device), torch.tensor([[1, longest]], device=device))
         for longest in (first, first - 1)
     )
+    buffer = twin.inv_freq
     own.forward(twin, *long)
-    # As integers, which stay as they are where the dtype of the model is changed: transformers
-    # computes these frequencies anew, in float32.
-    bits = twin.inv_freq.clone().view(torch.int32)
-    with_long.register_buffer(_LONG, bits, persistent=False)
+    found = twin.inv_freq.clone()
+    if twin.inv_freq is not buffer:
+        # transformers before 5.24 computes them anew, in float32: as integers they stay as they are
+        # where the dtype of the model is changed. Later ones are written to the buffer, in its
+        # dtype.
+        found = found.view(torch.int32)
+    with_long.register_buffer(_LONG, found, persistent=False)
     same = all(
         torch.equal(theirs, got)
         for given in (long, short)
@@ -139,4 +144,4 @@ def _tried(module: Any) -> Tensor | None:
             own.forward(twin, *given), ours.forward(with_long, *given), strict=True
         )
     )
-    return bits if same else None
+    return found if same else None

@@ -20,6 +20,7 @@ from attnops.core.precompile import ahead
 from attnops.core.problem import Problem
 from attnops.core.select import active_policy
 from attnops.graphs.buckets import decode_sizes
+from attnops.graphs.per_layer import twin
 from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.over_pages import Asked, attend_keys
 from attnops.hf.attention.request import Request
@@ -105,7 +106,8 @@ def under_way() -> bool:
 
 def of_rows(model: nn.Module) -> None:
     """As `begin`, of the linears and norms whose rows are kept apart under the policy in force. One
-    kernel serves any number of rows."""
+    kernel serves any number of rows. Twins run, for what counts as a norm may keep what it is
+    given."""
     begun = set[Any]()
     with torch.no_grad(), ahead():
         for site in sites(model):
@@ -117,9 +119,10 @@ def of_rows(model: nn.Module) -> None:
                 continue
             begun.add(kind)
             width = weight.shape[0 if isinstance(module, Conv1D) else -1]
-            own: Any = type(module)
             with contextlib.suppress(Exception):  # the module's own call raises it
-                own.forward(module, weight.new_empty(1, width))
+                own = twin(module)[0]
+                own._buffers = dict(own._buffers)
+                type(own).forward(own, weight.new_empty(1, width))
 
 
 def step(cache: PagedModelCache, rows: int, count: int) -> None:
