@@ -16,6 +16,7 @@ from attnops.hf.generation import Generation, growing
 from attnops.hf.models.methods import Method
 from attnops.hf.page_model import PagedMode
 from attnops.hf.steps.early import Asked, Early, Room, asked_of, started
+from attnops.hf.steps.eligibility import is_stock
 
 if TYPE_CHECKING:
     from attnops.hf.patching import Patched
@@ -59,8 +60,8 @@ def _early(
     kwargs: Mapping[str, Any],
 ) -> Iterator[None]:
     """Within the block of a call its prompt runs already, where a call like it ran its prompt in
-    graphs."""
-    asked = asked_of(args, kwargs)
+    graphs. Not in a generate() of the caller's own, which may write the weights first."""
+    asked = asked_of(args, kwargs) if is_stock(generation.owner, "generate") else None
     if paged is None or asked is None:
         yield
         return

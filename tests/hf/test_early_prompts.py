@@ -1,5 +1,7 @@
 """Prompts that start while transformers prepares its call of the model."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 from attnops.graphs.graphed import Graphed
-from attnops.hf import generate
+from attnops.hf import generate, tiny
 from attnops.hf.steps import early, prompt
 from tests.hf.decoding import asked, first, generated, in_threads, logits
 from tests.hf.helpers import tokens
@@ -157,6 +159,25 @@ def test_a_weight_that_is_replaced_after_the_start(monkeypatch, ran):
         assert pair.handle._paged.early.count == 1
 
 
+def test_the_caller_s_generate_may_write_weights(ran):
+    """The prompt has the weights that the model has by then."""
+    twin, due = tiny.model("llama"), []
+
+    class Own(type(twin)):
+        def generate(self, *args, **kwargs):
+            if due:
+                self.model.norm.weight.data.neg_()
+            return super().generate(*args, **kwargs)
+
+    model = copy.deepcopy(twin)
+    model.__class__ = Own
+    with first(model, twin=twin) as pair:
+        assert ran(pair, CALL, CALL, CALL)[1:] == [LATE, LATE]
+        due.append(True)
+        twin.model.norm.weight.data.neg_()
+        assert torch.equal(generated(model, *CALL), generated(twin, *CALL))
+
+
 def test_a_call_that_asks_for_more_pages_than_the_one_before(ran):
     """The length of its pages is not known from its arguments."""
     config = GenerationConfig(max_new_tokens=3, do_sample=False, min_new_tokens=3)
@@ -222,6 +243,7 @@ def test_calls_whose_prompt_is_not_in_their_arguments():
         ((ids,), {"attention_mask": ids[:, 1:]}),
         ((ids,), {"inputs_embeds": ids.float()}),
         ((ids[:, :0],), {}),
+        ((ids,), {"custom_generate": print}),
     ):
         assert early.asked_of(args, kwargs) is None
     assert early.asked_of((ids,), {}).kind == early.asked_of((), {"input_ids": ids}).kind

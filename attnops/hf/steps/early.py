@@ -116,12 +116,14 @@ class EarlyPrompts:
 
 
 def asked_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asked | None:
-    """None for a call whose prompt cannot be told from its arguments."""
+    """None for a call whose prompt cannot be told from its arguments, and for a loop of the
+    caller's own, which may write the weights first."""
     given = dict(kwargs)
     found = [args[0]] if args else []
     found += [given.pop(name) for name in _IDS if given.get(name) is not None]
     mask = given.pop("attention_mask", None)
-    if len(found) != 1 or not _is_prompt(found[0], mask):
+    own = given.get("custom_generate") is not None
+    if own or len(found) != 1 or not _is_prompt(found[0], mask):
         return None
     [ids] = found
     more = (*args[1:], *given.values())
