@@ -1,6 +1,7 @@
 """Prompts that start while transformers prepares its call of the model."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -247,3 +248,14 @@ def test_calls_whose_prompt_is_not_in_their_arguments():
     ):
         assert early.asked_of(args, kwargs) is None
     assert early.asked_of((ids,), {}).kind == early.asked_of((), {"input_ids": ids}).kind
+
+
+def test_kinds_of_calls():
+    """They hold no object of the caller's, and follow a copy of the model or its pickle."""
+    ids, given = tokens(2, 5), {"prefix_allowed_tokens_fn": lambda *_: [1], "eos_token_id": [1, 2]}
+
+    def kind(**more):
+        config = GenerationConfig(max_new_tokens=3, **more)
+        return early.asked_of((ids, config), given).kind
+
+    assert pickle.loads(pickle.dumps(kind())) == kind() != kind(top_k=5)

@@ -141,14 +141,10 @@ def _is_prompt(ids: Any, mask: Any) -> bool:
 
 
 def _shown(value: Any) -> Any:
-    """A plain value itself, which config it is, or the class of another object."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_shown, value))
+    """A plain value itself, the fields of a config, or the name of another object's class."""
     if isinstance(value, GenerationConfig):
-        return id(value)
-    if isinstance(value, _PLAIN):
-        return value
-    return type(value)
+        return tuple(map(_shown, vars(value).values()))
+    return value if type(value) in _PLAIN else type(value).__name__
 
 
 def started(decoder: Decoder, asked: Asked, cache: PagedModelCache) -> Early | None:
