@@ -110,6 +110,14 @@ class LastStream:
             self.use()
             yield
 
+    def reads(self, *tensors: Tensor) -> None:
+        """Should these be deleted, their memory waits for the work so far on the current stream,
+        which is not the one that made them."""
+        if self._streams is not None:
+            stream = self._streams.current(self._device)
+            for tensor in tensors:
+                self._streams.uses(stream, tensor)
+
     def _change(self, streams: Streams) -> None:
         if streams.capturing(self._device):
             return

@@ -89,7 +89,7 @@ def _take_back(paged: PagedMode, generation: Generation, result: Any) -> None:
     """Take the pages of a call back, but for those that the caller keeps with its result."""
     early: Early | None = generation.early
     if early is not None:
-        early.cache.state.follow_early()
+        early.end()
     for cache in generation.lent:
         if cache_names.cache_of(result) is not cache:
             give_back(cache)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.generation.utils import GenerationMixin
 
 from attnops.graphs.graphed import Graphed
 from attnops.hf import generate, tiny
+from attnops.hf.generation import running_generation
 from attnops.hf.steps import early, prompt
 from tests.hf.decoding import asked, first, generated, in_threads, logits
 from tests.hf.helpers import tokens
@@ -179,17 +181,24 @@ def test_the_caller_s_generate_may_write_weights(ran):
         assert torch.equal(generated(model, *CALL), generated(twin, *CALL))
 
 
-def test_a_call_that_asks_for_more_pages_than_the_one_before(ran):
-    """The length of its pages is not known from its arguments."""
-    config = GenerationConfig(max_new_tokens=3, do_sample=False, min_new_tokens=3)
+def test_a_call_that_asks_for_more_pages_than_the_one_before(order):
+    """The length of its pages is not known from its arguments. Those of the early prompt are idle
+    before it gets others, into which they are merged."""
+    ids, given = asked(*CALL)
+    found = []
     with first() as pair:
-        ids, given = asked(2, 14, 3)
-        for new in (3, 3, 40, 40):
-            config.max_new_tokens = config.min_new_tokens = new
-            arguments = {"attention_mask": given["attention_mask"], "generation_config": config}
-            want = pair.twin.generate(ids, **arguments)
-            assert torch.equal(pair.model.generate(ids, **arguments), want)
-        assert pair.took.cache == "paged"
+        for new in (3, 3, 3, 40, 40, 40):
+            order.clear()
+            outs = []
+            for model in (pair.twin, pair.model):
+                config = model.generation_config
+                config.max_new_tokens, config.do_sample = new, False
+                outs.append(model.generate(ids, attention_mask=given["attention_mask"]))
+            assert torch.equal(*outs) and pair.took.cache == "paged"
+            assert len(pair.handle._paged.pool._idle) == 1
+            found.append([each for each in order if each == "prompt"])
+        assert found == [[], ["prompt"], ["prompt"], ["prompt"], ["prompt"], ["prompt"]]
+        assert pair.handle._paged.early.count == 2
 
 
 def test_a_call_that_fails_leaves_no_pages_behind(order):
@@ -212,6 +221,45 @@ class Raises:
 
     def __call__(self, *args):
         raise self.error("of the caller's own")
+
+
+def test_logits_are_not_held_for_the_whole_call():
+    held = []
+
+    class Looks:
+        def put(self, tokens):
+            early = running_generation().early
+            held.append(None if early is None else len(early.logits))
+
+        def end(self):
+            """Nothing more."""
+
+    with first() as pair:
+        for _ in range(3):
+            generated(pair.model, *CALL, streamer=Looks())
+    assert held[-4:] == [1, 0, 0, 0]
+
+
+def test_another_thread_ends_the_patch_in_the_call():
+    due = []
+
+    class Ends:
+        def put(self, tokens):
+            """No token of interest."""
+
+        def end(self):
+            for run in due:
+                thread = threading.Thread(target=run)
+                thread.start()
+                thread.join()
+
+    with first() as pair:
+        for _ in range(3):
+            generated(pair.model, *CALL, streamer=Ends())
+        assert pair.handle._paged.early.count == 1
+        due.append(pair.handle.unpatch)
+        got = generated(pair.model, *CALL, streamer=Ends())
+        assert torch.equal(got, generated(pair.twin, *CALL))
 
 
 def test_an_error_of_the_early_start_is_not_told(monkeypatch, ran):
