@@ -176,9 +176,8 @@ def test_the_memory_of_early_prompts_waits_for_their_readers(model, races, turn,
             with turn():
                 generated(model, max_new_tokens=3)
         assert handle._paged.early.count == len(made) == 2
-        beside = handle._paged.pool._idle[0].stream._beside
     for stream, (tokens, logits) in zip((1, 2), made, strict=True):
-        read = {(beside, tokens.data_ptr()), (stream, logits.data_ptr())}
+        read = {("beside", tokens.data_ptr()), (stream, logits.data_ptr())}
         assert read <= set(races.used)
 
 
