@@ -68,11 +68,9 @@ def _early(
     room = paged.early.room(asked)
     if room is not None:
         _start(paged, generation, asked, room)
-    try:
-        yield
-    finally:
-        if generation.early is not None:
-            paged.early.ended(asked, generation.early)
+    yield  # an error, after which nothing is noted, may come before the prompt
+    if generation.early is not None:
+        paged.early.ended(asked, generation.early)
     if generation.asked is not None and generation.layers == "captured":
         paged.early.learn(asked, generation.asked)
 

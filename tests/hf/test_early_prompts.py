@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -221,6 +222,25 @@ class Raises:
 
     def __call__(self, *args):
         raise self.error("of the caller's own")
+
+
+def test_calls_that_fail_are_no_wrong_guesses():
+    due = []
+
+    class Fails:
+        def put(self, tokens):
+            if due:
+                raise KeyError("the streamer's own")
+
+        def end(self):
+            """Nothing more."""
+
+    with first() as pair:
+        for fails in (False, False, False, True, True, False):
+            due[:] = [True] * fails
+            with pytest.raises(KeyError) if fails else nullcontext():
+                generated(pair.model, *CALL, streamer=Fails())
+        assert pair.handle._paged.early.count == 2
 
 
 def test_logits_are_not_held_for_the_whole_call():
