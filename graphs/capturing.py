@@ -62,8 +62,19 @@ def quiet(device: torch.device) -> AbstractContextManager[Any]:
 
 @functools.cache
 def capture_stream(index: int) -> torch.cuda.Stream:
-    """The stream of all captures on a CUDA device. It is not one of the 32 that torch hands out in
-    turn, which others may use, too.
+    """The stream of all captures on a CUDA device."""
+    return _own_stream(index)
+
+
+@functools.cache
+def side_stream(index: int) -> torch.cuda.Stream:
+    """The stream of all work on a CUDA device that runs beside the caller's."""
+    return _own_stream(index)
+
+
+def _own_stream(index: int) -> torch.cuda.Stream:
+    """A new stream. It is not one of the 32 that torch hands out in turn, on which others may work and
+    capture, too.
 
     Where the driver makes none, it is one of these.
     """

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.private_torch import current_stream
+from .capturing import side_stream
 
 
 class Streams:
@@ -34,9 +35,9 @@ class Streams:
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
-    def make(self, device: torch.device) -> Any:
-        """A new stream."""
-        return torch.cuda.Stream(device)
+    def beside(self, device: torch.device) -> Any:
+        """The stream for work beside the caller's."""
+        return side_stream(torch.cuda.current_device() if device.index is None else device.index)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Within the block it is the current stream."""
@@ -70,7 +71,6 @@ class LastStream:
         self._last: Any = None
         self._number: int | None = None
         self._met: set[int] = set()
-        self._beside: Any = None
 
     def __reduce__(self) -> Any:
         return LastStream, (self._device, self._tensors)
@@ -98,17 +98,23 @@ class LastStream:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within the block work goes to a stream of its own, and follows the work so far on the
-        last one."""
+        """Within the block work goes to the side stream, and follows the work so far on the last
+        one."""
         streams = self._streams
         if streams is None:
             yield
             return
-        if self._beside is None:
-            self._beside = streams.make(self._device)
-        with streams.on(self._beside):
+        with streams.on(streams.beside(self._device)):
             self.use()
             yield
+
+    def reads(self, *tensors: Tensor) -> None:
+        """Should these be deleted, their memory waits for the work so far on the current stream,
+        which is not the one that made them."""
+        if self._streams is not None:
+            stream = self._streams.current(self._device)
+            for tensor in tensors:
+                self._streams.uses(stream, tensor)
 
     def _change(self, streams: Streams) -> None:
         if streams.capturing(self._device):

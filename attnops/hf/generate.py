@@ -16,6 +16,7 @@ from attnops.hf.generation import Generation, growing
 from attnops.hf.models.methods import Method
 from attnops.hf.page_model import PagedMode
 from attnops.hf.steps.early import Asked, Early, Room, asked_of, started
+from attnops.hf.steps.eligibility import is_stock
 
 if TYPE_CHECKING:
     from attnops.hf.patching import Patched
@@ -59,19 +60,17 @@ def _early(
     kwargs: Mapping[str, Any],
 ) -> Iterator[None]:
     """Within the block of a call its prompt runs already, where a call like it ran its prompt in
-    graphs."""
-    asked = asked_of(args, kwargs)
+    graphs. Not in a generate() of the caller's own, which may write the weights first."""
+    asked = asked_of(args, kwargs) if is_stock(generation.owner, "generate") else None
     if paged is None or asked is None:
         yield
         return
     room = paged.early.room(asked)
     if room is not None:
         _start(paged, generation, asked, room)
-    try:
-        yield
-    finally:
-        if generation.early is not None:
-            paged.early.ended(asked, generation.early)
+    yield  # an error, after which nothing is noted, may come before the prompt
+    if generation.early is not None:
+        paged.early.ended(asked, generation.early)
     if generation.asked is not None and generation.layers == "captured":
         paged.early.learn(asked, generation.asked)
 
@@ -90,7 +89,7 @@ def _take_back(paged: PagedMode, generation: Generation, result: Any) -> None:
     """Take the pages of a call back, but for those that the caller keeps with its result."""
     early: Early | None = generation.early
     if early is not None:
-        early.cache.state.follow_early()
+        early.end()
     for cache in generation.lent:
         if cache_names.cache_of(result) is not cache:
             give_back(cache)

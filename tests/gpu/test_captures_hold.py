@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="the hf extra is not installed")
 
 import attnops
 from attnops.graphs import Buckets, CudaGraphs, breakable
-from attnops.graphs.capturing import capture_stream
+from attnops.graphs.capturing import capture_stream, side_stream
 from attnops.hf import tiny
 from tests.gpu.helpers import LIMIT, together
 
@@ -318,10 +318,11 @@ def test_a_step_that_draws_is_captured_all_the_same() -> None:
     check_memory()
 
 
-def test_the_capture_stream_is_not_one_that_others_get() -> None:
-    stream = capture_stream(torch.cuda.current_device())
+@pytest.mark.parametrize("own", [capture_stream, side_stream])
+def test_our_streams_are_not_some_that_others_get(own: Callable[[int], Any]) -> None:
+    stream = own(torch.cuda.current_device())
     assert isinstance(stream, torch.cuda.ExternalStream), "the driver made no stream"
-    assert stream is capture_stream(torch.cuda.current_device())
+    assert stream is own(torch.cuda.current_device())
     others = {
         torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(40)
     }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnops.graphs import Buckets, breakable, streams
+from attnops.graphs import Buckets, breakable, capturing, streams
 from tests.graphs.models import Decaying
 from tests.graphs.races import Races
 from tests.graphs.standin import StandIn
@@ -30,3 +30,10 @@ def test_calls_on_streams_in_turn(ordered, monkeypatch):
             with races.on(stream):
                 step(given[:rows])
     assert bool(races.found) is not ordered, "\n".join(races.found)
+
+
+def test_one_stream_of_ours_for_all_work_beside_the_caller_s(monkeypatch):
+    """Others may capture on each that torch hands out, and we on ours for captures."""
+    monkeypatch.setattr(capturing, "_own_stream", lambda index: object())
+    found, device = streams.Streams(), torch.device("cuda", 77)
+    assert found.beside(device) is found.beside(device) is not capturing.capture_stream(77)

@@ -1,5 +1,10 @@
 """Prompts that start while transformers prepares its call of the model."""
 
+import copy
+import pickle
+import threading
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +12,8 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 from attnops.graphs.graphed import Graphed
-from attnops.hf import generate
+from attnops.hf import generate, tiny
+from attnops.hf.generation import running_generation
 from attnops.hf.steps import early, prompt
 from tests.hf.decoding import asked, first, generated, in_threads, logits
 from tests.hf.helpers import tokens
@@ -175,17 +181,43 @@ def test_an_attribute_that_is_switched_at_every_call(ran):
         assert found == [EARLY, ["prompt", *LATE], EARLY, EARLY]
 
 
-def test_a_call_that_asks_for_more_pages_than_the_one_before(ran):
-    """The length of its pages is not known from its arguments."""
-    config = GenerationConfig(max_new_tokens=3, do_sample=False, min_new_tokens=3)
+def test_the_caller_s_generate_may_write_weights(ran):
+    """The prompt has the weights that the model has by then."""
+    twin, due = tiny.model("llama"), []
+
+    class Own(type(twin)):
+        def generate(self, *args, **kwargs):
+            if due:
+                self.model.norm.weight.data.neg_()
+            return super().generate(*args, **kwargs)
+
+    model = copy.deepcopy(twin)
+    model.__class__ = Own
+    with first(model, twin=twin) as pair:
+        assert ran(pair, CALL, CALL, CALL)[1:] == [LATE, LATE]
+        due.append(True)
+        twin.model.norm.weight.data.neg_()
+        assert torch.equal(generated(model, *CALL), generated(twin, *CALL))
+
+
+def test_a_call_that_asks_for_more_pages_than_the_one_before(order):
+    """The length of its pages is not known from its arguments. Those of the early prompt are idle
+    before it gets others, into which they are merged."""
+    ids, given = asked(*CALL)
+    found = []
     with first() as pair:
-        ids, given = asked(2, 14, 3)
-        for new in (3, 3, 40, 40):
-            config.max_new_tokens = config.min_new_tokens = new
-            arguments = {"attention_mask": given["attention_mask"], "generation_config": config}
-            want = pair.twin.generate(ids, **arguments)
-            assert torch.equal(pair.model.generate(ids, **arguments), want)
-        assert pair.took.cache == "paged"
+        for new in (3, 3, 3, 40, 40, 40):
+            order.clear()
+            outs = []
+            for model in (pair.twin, pair.model):
+                config = model.generation_config
+                config.max_new_tokens, config.do_sample = new, False
+                outs.append(model.generate(ids, attention_mask=given["attention_mask"]))
+            assert torch.equal(*outs) and pair.took.cache == "paged"
+            assert len(pair.handle._paged.pool._idle) == 1
+            found.append([each for each in order if each == "prompt"])
+        assert found == [[], ["prompt"], ["prompt"], ["prompt"], ["prompt"], ["prompt"]]
+        assert pair.handle._paged.early.count == 2
 
 
 def test_a_call_that_fails_leaves_no_pages_behind(order):
@@ -208,6 +240,64 @@ class Raises:
 
     def __call__(self, *args):
         raise self.error("of the caller's own")
+
+
+def test_calls_that_fail_are_no_wrong_guesses():
+    due = []
+
+    class Fails:
+        def put(self, tokens):
+            if due:
+                raise KeyError("the streamer's own")
+
+        def end(self):
+            """Nothing more."""
+
+    with first() as pair:
+        for fails in (False, False, False, True, True, False):
+            due[:] = [True] * fails
+            with pytest.raises(KeyError) if fails else nullcontext():
+                generated(pair.model, *CALL, streamer=Fails())
+        assert pair.handle._paged.early.count == 2
+
+
+def test_logits_are_not_held_for_the_whole_call():
+    held = []
+
+    class Looks:
+        def put(self, tokens):
+            early = running_generation().early
+            held.append(None if early is None else len(early.logits))
+
+        def end(self):
+            """Nothing more."""
+
+    with first() as pair:
+        for _ in range(3):
+            generated(pair.model, *CALL, streamer=Looks())
+    assert held[-4:] == [1, 0, 0, 0]
+
+
+def test_another_thread_ends_the_patch_in_the_call():
+    due = []
+
+    class Ends:
+        def put(self, tokens):
+            """No token of interest."""
+
+        def end(self):
+            for run in due:
+                thread = threading.Thread(target=run)
+                thread.start()
+                thread.join()
+
+    with first() as pair:
+        for _ in range(3):
+            generated(pair.model, *CALL, streamer=Ends())
+        assert pair.handle._paged.early.count == 1
+        due.append(pair.handle.unpatch)
+        got = generated(pair.model, *CALL, streamer=Ends())
+        assert torch.equal(got, generated(pair.twin, *CALL))
 
 
 def test_an_error_of_the_early_start_is_not_told(monkeypatch, ran):
@@ -240,6 +330,18 @@ def test_calls_whose_prompt_is_not_in_their_arguments():
         ((ids,), {"attention_mask": ids[:, 1:]}),
         ((ids,), {"inputs_embeds": ids.float()}),
         ((ids[:, :0],), {}),
+        ((ids,), {"custom_generate": print}),
     ):
         assert early.asked_of(args, kwargs) is None
     assert early.asked_of((ids,), {}).kind == early.asked_of((), {"input_ids": ids}).kind
+
+
+def test_kinds_of_calls():
+    """They hold no object of the caller's, and follow a copy of the model or its pickle."""
+    ids, given = tokens(2, 5), {"prefix_allowed_tokens_fn": lambda *_: [1], "eos_token_id": [1, 2]}
+
+    def kind(**more):
+        config = GenerationConfig(max_new_tokens=3, **more)
+        return early.asked_of((ids, config), given).kind
+
+    assert pickle.loads(pickle.dumps(kind())) == kind() != kind(top_k=5)

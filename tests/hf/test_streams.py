@@ -10,6 +10,8 @@ from attnops.graphs import streams
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.cache.to_dynamic_cache import unpaged
+from attnops.hf.steps import prompt
+from attnops.hf.steps.early import Early
 from tests.graphs.races import Races
 from tests.hf.decoding import graphed, prompts_in_graphs
 from tests.hf.test_loop import asked, generated
@@ -157,6 +159,26 @@ def test_compiled_and_captured_prompts(model, races, turn, monkeypatch):
                     assert torch.equal(generated(model, max_new_tokens=3), want)
                     assert handle.took.prompt == "captured" and handle.took.loop == ""
         assert handle._paged.early.count >= 3
+
+
+def test_the_memory_of_early_prompts_waits_for_their_readers(model, races, turn, monkeypatch):
+    prompts_in_graphs(monkeypatch, 32, 64)
+    made = []
+
+    def early(*given):
+        tokens, [logits] = given[-2:]
+        made.append((tokens, logits))
+        return Early(*given)
+
+    monkeypatch.setattr(prompt, "Early", early)
+    with graphed(model, "auto", compile_after=99) as handle, races:
+        for _ in range(4):
+            with turn():
+                generated(model, max_new_tokens=3)
+        assert handle._paged.early.count == len(made) == 2
+    for stream, (tokens, logits) in zip((1, 2), made, strict=True):
+        read = {("beside", tokens.data_ptr()), (stream, logits.data_ptr())}
+        assert read <= set(races.used)
 
 
 def test_two_tails_of_one_pool(model, races, turn):

@@ -213,8 +213,9 @@ class State:
 
     def follow_early(self) -> None:
         """Let work to come on the pages follow a prompt that started early."""
-        self.early = None
-        self.use()
+        if self.early is not None:
+            self.early.follow()
+            self.early = None
 
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""

@@ -14,8 +14,7 @@ from attnops.hf.cache.model_pages import EMPTY
 from attnops.hf.cache.paged_cache import PagedModelCache
 
 TOGETHER = 2**28
-"""The most bytes of several layers in one tensor, so that a copy fills all of them. It is freed
-with the last of them: a caller who goes on with the cache has so many bytes twice."""
+"""The most bytes of several layers in one tensor, so that a copy fills all of them."""
 
 
 class Run(NamedTuple):
@@ -92,9 +91,9 @@ def _copies(
         made = some.new_zeros(shape) if padded else some.new_empty(shape)
         for run in runs:
             made[:, run.rows, :, run.places] = some[:, run.rows, run.slots].transpose(2, 3)
-        # Plain tensors in place of views, which autograd would take for one: a write to one layer
-        # spoils no gradient that needs another.
-        yield from (each.data for each in made.unbind())
+        # Memory of its own for each layer: a layer may be pickled alone, and a write to one spoils
+        # no gradient that needs another.
+        yield from (each.clone() for each in made.unbind())
 
 
 def _fill(own: Any, keys: Tensor, values: Tensor, length: int, begun: dict[Any, Any]) -> None:

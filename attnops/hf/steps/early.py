@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from attnops.hf.cache.idle_pages import Pool
+from attnops.graphs.streams import LastStream
+from attnops.hf.cache.idle_pages import Pool, give_back
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import named
 from attnops.hf.cache.page_sizes import Sizes
@@ -62,24 +63,45 @@ class Early:
     """A prompt that was started.
 
     cache: new, and for this call alone. It does not count the tokens as seen.
-    parts, over: the chunks, and the graphs that have them. tokens: of `unpadded`.
-    logits: of each chunk. lent: has the call got the cache? right: has the model taken the logits?
-    None: it was not asked to.
+    stream: of its pages. parts, over: the chunks, and the graphs that have them.
+    tokens: of `unpadded`. logits: of each chunk.
+    waits: has the call yet to ask for the cache? right: has the model taken the logits? None: it
+        was not asked to.
     """
 
     cache: PagedModelCache
+    stream: LastStream
     parts: list[Part]
     over: list[Over | None]
     tokens: Tensor
     logits: list[Tensor]
-    lent: bool = False
+    waits: bool = True
     right: bool | None = None
 
-    def fits(self, sizes: Sizes) -> bool:
-        """Would a call with pages of these sizes be lent this cache?"""
+    def lend(self, sizes: Sizes) -> PagedModelCache | None:
+        """The cache, for a call with pages of these sizes. None where it does not fit: its pages
+        are idle then."""
+        if not self.waits:
+            return None
         own = self.cache.state.pages.sizes
         roomy = own.rows >= sizes.rows and own.length >= sizes.length
-        return bool(roomy and own[2:] == sizes[2:])
+        if not roomy or own[2:] != sizes[2:]:
+            self.end()
+            return None
+        self.waits = False
+        return self.cache
+
+    def follow(self) -> None:
+        """Let work to come on the current stream follow it, and read its logits."""
+        self.stream.use()
+        self.stream.reads(*self.logits)
+
+    def end(self) -> None:
+        """Let work to come follow it. Its pages go back where the call has not got them."""
+        self.cache.state.follow_early()
+        if self.waits:
+            self.waits = False
+            give_back(self.cache)
 
     def ran(self, parts: list[Part], over: Sequence[Over | None], tokens: Tensor) -> bool:
         """Did it run these chunks through these graphs? The host waits for the tokens alone."""
@@ -126,12 +148,14 @@ class EarlyPrompts:
 
 
 def asked_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asked | None:
-    """None for a call whose prompt cannot be told from its arguments."""
+    """None for a call whose prompt cannot be told from its arguments, and for a loop of the
+    caller's own, which may write the weights first."""
     given = dict(kwargs)
     found = [args[0]] if args else []
     found += [given.pop(name) for name in _IDS if given.get(name) is not None]
     mask = given.pop("attention_mask", None)
-    if len(found) != 1 or not _is_prompt(found[0], mask):
+    own = given.get("custom_generate") is not None
+    if own or len(found) != 1 or not _is_prompt(found[0], mask):
         return None
     [ids] = found
     more = (*args[1:], *given.values())
@@ -149,14 +173,10 @@ def _is_prompt(ids: Any, mask: Any) -> bool:
 
 
 def _shown(value: Any) -> Any:
-    """A plain value itself, which config it is, or the class of another object."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_shown, value))
+    """A plain value itself, the fields of a config, or the name of another object's class."""
     if isinstance(value, GenerationConfig):
-        return id(value)
-    if isinstance(value, _PLAIN):
-        return value
-    return type(value)
+        return tuple(map(_shown, vars(value).values()))
+    return value if type(value) in _PLAIN else type(value).__name__
 
 
 def started(decoder: Decoder, asked: Asked, cache: PagedModelCache) -> Early | None:
@@ -195,7 +215,5 @@ def lent(
         return pool.lend(over, sizes)
     running.asked = sizes
     early: Early | None = running.early
-    if early is None or early.lent or not early.fits(sizes):
-        return pool.lend(over, sizes)
-    early.lent = True
-    return early.cache
+    cache = None if early is None else early.lend(sizes)
+    return pool.lend(over, sizes) if cache is None else cache

@@ -122,7 +122,7 @@ def why_not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if len(args) > 5:
         yield "more than five arguments without names"
     yield from (f"{name}=" for name in _ARGUMENTS if kwargs.get(name) is not None)
-    methods = (name for name in ("generate", *FOLLOWED) if not _is_stock(owner, name))
+    methods = (name for name in ("generate", *FOLLOWED) if not is_stock(owner, name))
     yield from (f"{type(owner).__name__} has a {name} of its own" for name in methods)
     if (
         torch.distributed.is_available()
@@ -258,7 +258,7 @@ def _leaves_out(processor: Any, ids: Tensor) -> bool:
     return ignored is not None
 
 
-def _is_stock(owner: Any, name: str) -> bool:
+def is_stock(owner: Any, name: str) -> bool:
     """Is this method transformers' own, or one of ours around it?"""
     found = owner.__dict__.get(name)
     while isinstance(found, Method):

@@ -239,9 +239,11 @@ class Prompts:
                 return None
             over.append(each)
         cache = cache_in(given)
-        with cache.state.pages.stream.aside():
+        stream = cache.state.pages.stream
+        with stream.aside():
+            stream.reads(tokens)
             logits = self._tried(parts, over, tokens, cache)
-        return None if logits is None else Early(cache, parts, over, tokens, logits)
+        return None if logits is None else Early(cache, stream, parts, over, tokens, logits)
 
     def _ran_early(
         self, state: State, parts: list[Part], over: list[Over | None], tokens: Tensor
@@ -254,7 +256,8 @@ class Prompts:
         if early is None or not self._early:
             return None
         self._replayed = True
-        return early.logits
+        logits, early.logits = early.logits, []  # no longer held than others
+        return logits
 
     def _packed(
         self, given: dict[str, Any], recorded: bool
