@@ -73,8 +73,8 @@ def side_stream(index: int) -> torch.cuda.Stream:
 
 
 def _own_stream(index: int) -> torch.cuda.Stream:
-    """A new stream. It is not one of the 32 that torch hands out in turn, on which others may work and
-    capture, too.
+    """A new stream. It is not one of the 32 that torch hands out in turn, on which others may work
+    and capture, too.
 
     Where the driver makes none, it is one of these.
     """
