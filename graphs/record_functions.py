@@ -91,8 +91,8 @@ class Recording:
 
     module: of the tensors of `inputs`, in their order. It returns a tuple of tensors.
     out: the result, with a `Slot` for each tensor.
-    facts: what the code asked and of which values, in order. What follows from the form of a
-        tensor is left out.
+    facts: the questions of the code, each with the values that it was about, in order. Questions
+        that the form of a tensor answers are left out.
     """
 
     module: fx.GraphModule

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnops.adapters.handle import MARK
+from attnops.core.errors import one_line
 from attnops.hf import not_fast
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.idle_pages import give_back
@@ -16,7 +17,7 @@ from attnops.hf.generation import Generation, growing
 from attnops.hf.models.methods import Method
 from attnops.hf.page_model import PagedMode
 from attnops.hf.steps.early import Asked, Early, Room, asked_of, started
-from attnops.hf.steps.eligibility import is_stock
+from attnops.hf.steps.eligibility import is_stock, several_processes
 
 if TYPE_CHECKING:
     from attnops.hf.patching import Patched
@@ -60,8 +61,10 @@ def _early(
     kwargs: Mapping[str, Any],
 ) -> Iterator[None]:
     """Within the block of a call its prompt runs already, where a call like it ran its prompt in
-    graphs. Not in a generate() of the caller's own, which may write the weights first."""
-    asked = asked_of(args, kwargs) if is_stock(generation.owner, "generate") else None
+    graphs. Not in a generate() of the caller's own, which may write the weights first; and not of
+    several processes, where collectives of a prompt in vain would meet those of another step."""
+    follows = is_stock(generation.owner, "generate") and not several_processes()
+    asked = asked_of(args, kwargs) if follows else None
     if paged is None or asked is None:
         yield
         return
@@ -78,10 +81,13 @@ def _early(
 def _start(paged: PagedMode, generation: Generation, asked: Asked, room: Room) -> None:
     """Start the prompt of a call over pages of its own."""
     rows, columns = asked.ids.shape
-    with suppress(Exception), torch.no_grad():  # the call itself raises it
-        generation.looked = paged.early.believed(paged.decoder().glance)
-        cache = paged.lend_early(rows, columns + room.beyond, room.drafts)
-        generation.early = cache.state.early = started(paged.decoder(), asked, cache)
+    try:
+        with torch.no_grad():
+            generation.looked = paged.early.believed(paged.decoder().glance)
+            cache = paged.lend_early(rows, columns + room.beyond, room.drafts)
+            generation.early = cache.state.early = started(paged.decoder(), asked, cache)
+    except Exception as error:  # the call itself raises it, or is the slower one
+        paged.early.missed(asked, one_line(error))
     generation.looked = None  # the call looks at all of the model
 
 

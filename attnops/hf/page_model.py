@@ -242,19 +242,19 @@ class PagedMode:
         if self._decoder is not None:
             graphs = self._decoder.captures.nbytes + self.loop.nbytes
             of_steps = self._decoder.notes()
-        held = (
-            f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} "
-            "MiB of graphs"
-        )
         return (
-            f"{held}: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until release()",
+            f"{idle / 2**20:.1f} MiB of pages are kept for later calls, {graphs / 2**20:.1f} "
+            f"MiB of graphs: at most {MOST_IDLE} sets of pages and an eighth of the GPU, until "
+            "release()",
             *of_steps,
+            *self.early.notes(),
         )
 
     def release(self) -> None:
         """Free idle pages, and every graph. Graphs that could not be made, as when memory was
         short, are tried again."""
         self.pool.clear()
+        self.early.forget()
         self._free_graphs()
 
     def _free_graphs(self) -> None:
@@ -321,8 +321,7 @@ class PagedMode:
 
     def _model_facts(self) -> ModelFacts:
         if self._looks is None:
-            lists, known = self._lists, self.implementation
-            self._looks = ModelFacts(self._owner, self.windows, lists, known)
+            self._looks = ModelFacts(self._owner, self.windows, self._lists, self.implementation)
         return self._looks
 
     def lend_early(self, rows: int, length: int, drafts: int) -> PagedModelCache:
@@ -330,7 +329,7 @@ class PagedMode:
         return self.pool.lend(self._over, self._sizes(self._facts(), rows, length, drafts))
 
     def _facts(self) -> Facts:
-        """Facts of the model as it is now."""
+        """What is true of the model now."""
         return self._model_facts().facts(None if self._decoder is None else self._decoder.glance)
 
     def _sizes(self, facts: Facts | None, rows: int, length: int, back: int = 0) -> Sizes:
@@ -480,8 +479,7 @@ class PagedMode:
         """
         past, back = drafts(call)
         try:
-            sizes = self._sizes(facts, rows, length + past, back)
-            return lent(sizes, self.pool, self._over)
+            return lent(self._sizes(facts, rows, length + past, back), self.pool, self._over)
         except torch.OutOfMemoryError as error:
             why = f"there is no memory for pages ({one_line(error)})"
             reasons.append(Reason(why, told=True, chosen=False))

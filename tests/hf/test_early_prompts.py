@@ -115,6 +115,7 @@ def test_a_prompt_that_was_another_one_runs_again(column, ran, monkeypatch):
     with first() as pair:
         found = ran(pair, *[CALL] * 6)
         assert found[1:] == [LATE, *[["prompt", *LATE]] * 2, LATE, LATE]
+        assert "with other tokens" in str(pair.handle.report())
         assert pair.handle._paged.early.count == 0
 
 
@@ -300,15 +301,31 @@ def test_another_thread_ends_the_patch_in_the_call():
         assert torch.equal(got, generated(pair.twin, *CALL))
 
 
-def test_an_error_of_the_early_start_is_not_told(monkeypatch, ran):
+def test_an_error_of_the_early_start_is_told_by_the_report(monkeypatch, ran):
+    """After two of them the prompt starts late, and early again after release()."""
     with first() as pair:
         assert ran(pair, CALL, CALL, CALL)[-1] == EARLY
+        tries = []
 
         def fails(*args):
+            tries.append(len(args))
             raise RuntimeError("no stream")
 
-        monkeypatch.setattr(generate, "started", fails)
-        assert ran(pair, CALL) == [LATE]
+        with monkeypatch.context() as patched:
+            patched.setattr(generate, "started", fails)
+            assert ran(pair, CALL, CALL, CALL) == [LATE] * 3 and len(tries) == 2
+        assert "no longer start early, until release(): 1;" in str(pair.handle.report())
+        assert "no stream" in str(pair.handle.report())
+        pair.handle.release()
+        assert ran(pair, *[CALL] * 3)[-1] == EARLY
+        assert "no longer start early" not in str(pair.handle.report())
+
+
+def test_one_of_several_processes_starts_late(monkeypatch, ran):
+    """Its prompt may hold collectives, in which all take part."""
+    monkeypatch.setattr(generate, "several_processes", lambda: True)
+    with first() as pair:
+        assert ran(pair, CALL, CALL, CALL)[1:] == [LATE] * 2
 
 
 def test_threads(ran):

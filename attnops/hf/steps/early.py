@@ -120,7 +120,22 @@ class EarlyPrompts:
         self.count = 0
         self._rooms: dict[Hashable, Room] = {}
         self._misses: dict[Hashable, int] = {}
+        self._why = ""  # of the last miss
         self._believes = True
+
+    def forget(self) -> None:
+        """Forget the calls so far: prompts of every kind may start early again."""
+        self._rooms.clear()
+        self._misses.clear()
+        self._believes = True
+
+    def notes(self) -> tuple[str, ...]:
+        """How many kinds of call no longer start their prompts early, for the report."""
+        kinds = sum(misses >= MISSES for misses in self._misses.values())
+        if not kinds:
+            return ()
+        what = f"kinds of generate() whose prompts no longer start early, until release(): {kinds}"
+        return (f"{what}; {MISSES} in a row started in vain, the last of all for {self._why}",)
 
     def room(self, asked: Asked) -> Room | None:
         """That of the last such call; None where a prompt of its kind is not to start early."""
@@ -141,10 +156,19 @@ class EarlyPrompts:
 
     def ended(self, asked: Asked, early: Early) -> None:
         """Note whether a prompt that started early was the right one."""
-        self.count += bool(early.right)
-        self._believes = self._believes and early.right is not False
-        misses = 0 if early.right else self._misses.get(asked.kind, 0) + 1
-        remember(self._misses, asked.kind, misses)
+        if early.right:
+            self.count += 1
+            remember(self._misses, asked.kind, 0)
+        elif early.right is None:
+            self.missed(asked, "a call whose prompt the model's own layers ran")
+        else:
+            self._believes = False
+            self.missed(asked, "a call of the model with other tokens, or of a model that changed")
+
+    def missed(self, asked: Asked, why: str) -> None:
+        """Note that a prompt started in vain."""
+        self._why = why
+        remember(self._misses, asked.kind, self._misses.get(asked.kind, 0) + 1)
 
 
 def asked_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asked | None:

@@ -117,6 +117,13 @@ class Asked(NamedTuple):
         return [each.eos_token_id for each in self.criteria if type(each) is EosTokenCriteria]
 
 
+def several_processes() -> bool:
+    """Is this process one of several that torch.distributed joins?"""
+    distributed = torch.distributed
+    joined = distributed.is_available() and distributed.is_initialized()
+    return joined and distributed.get_world_size() > 1
+
+
 def why_not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
     """Each reason why this call of `generate()` may not end in transformers' own `_sample`."""
     if len(args) > 5:
@@ -124,11 +131,7 @@ def why_not_sampled(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     yield from (f"{name}=" for name in _ARGUMENTS if kwargs.get(name) is not None)
     methods = (name for name in ("generate", *FOLLOWED) if not is_stock(owner, name))
     yield from (f"{type(owner).__name__} has a {name} of its own" for name in methods)
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    if several_processes():
         yield "several processes may have to stop together"
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     yield from _why_another(kwargs, (config, getattr(owner, "generation_config", None)))

@@ -1,8 +1,8 @@
 """`aten`: layers that carry a state, as torch ops: the gated delta rule by chunks of 64 tokens, as
 transformers works it out, and the convolution lowered in place.
 
-Within a chunk a token's new value depends on those before it. They are the solution of a triangular
-system, https://arxiv.org/abs/2412.06464, of which the state of the chunk's start is a part.
+Within a chunk a token's new value depends on those before it. The new values solve a triangular
+system, https://arxiv.org/abs/2412.06464. The state before the chunk is on its right side.
 """
 
 from __future__ import annotations

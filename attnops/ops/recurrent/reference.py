@@ -60,8 +60,8 @@ def rows_of(call: Any) -> tuple[Tensor, Tensor]:
 def inputs_of(
     call: GatedDeltaRule, rows: Tensor, there: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled, and 0
-    where there is no token, which leaves a state as it is."""
+    """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled. They
+    are 0 where there is no token: the state stays as it is there."""
 
     def padded(x: Tensor) -> Tensor:
         at = there.reshape(*there.shape, *[1] * (x.dim() - 1))
