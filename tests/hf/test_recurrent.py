@@ -58,7 +58,7 @@ def test_tokens_are_those_of_the_stock_model(name, called):
     want = [chat(model, batch) for batch in (1, 2, 3)]
     with attnops.patch(model) as handle:
         of = "linear attention of 3 of 3 layers: "
-        assert f"{of}no kernel of attnops on cpu, without" in str(handle.report())
+        assert f"{of}transformers' own code, for no kernel" in str(handle.report())
         with attnops.use(REFERENCES):
             ours = "gated_delta_rule.reference and causal_conv1d.reference"
             assert of + ours in str(handle.report())
@@ -86,6 +86,7 @@ def test_gradients_are_those_of_the_stock_model(called):
 
     want = gradients()
     with attnops.patch(model), attnops.use(REFERENCES):
+        called.clear()  # the first patch of a process compares the functions
         torch.testing.assert_close(gradients(), want)
     assert not called
 

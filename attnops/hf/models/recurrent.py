@@ -54,23 +54,25 @@ class Recurrent:
         """Lines of a report; none for a model without linear attention."""
         count, taken = len(self.sites), Counter(_kernels(swap.target) for swap in self._swaps)
         lines = (
-            f"linear attention of {n} of {count} layers: {kernels}, without gradients and outside "
-            "of torch.compile; transformers' own code else"
-            for kernels, n in taken.items()
+            f"linear attention of {n} of {count} layers: {kernels}" for kernels, n in taken.items()
         )
         left = [site.found or site for site in self.sites]
         return (*lines, *left_alone("linear attention", left))
 
 
 def _kernels(module: Any) -> str:
-    """The kernels of a module's two ops now, as `gated_delta_rule.triton`."""
+    """What runs a module now: the kernels of its two ops, as `gated_delta_rule.triton`, or
+    transformers."""
     weight = module.conv1d.weight
     heads = (("q_heads", module.num_v_heads), ("kv_heads", module.num_k_heads))
     dims = (("head_dim", module.head_k_dim), ("v_head_dim", module.head_v_dim))
     ops = {"gated_delta_rule": heads + dims, "causal_conv1d": (("in_features", weight.shape[0]),)}
     names = {op: kernel_now(op, weight.device, weight.dtype, sizes) for op, sizes in ops.items()}
     ours = [f"{op}.{name}" for op, name in names.items() if name]
-    return " and ".join(ours) or f"no kernel of attnops on {weight.device.type}"
+    if not ours:
+        return f"transformers' own code, for no kernel of attnops is chosen on {weight.device.type}"
+    when = "without gradients and outside of torch.compile, and transformers' own code else"
+    return f"{' and '.join(ours)} {when}"
 
 
 @functools.cache
