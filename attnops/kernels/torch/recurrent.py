@@ -52,7 +52,7 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
     q = q * passed.exp()[..., None]
     k = k * (passed[..., -1:] - passed).exp()[..., None]
     left = passed[..., -1].exp()[..., None, None]
-    state, outputs = call.state.to(k.dtype), list[Tensor]()
+    state, outputs = formulas.state_before(call).to(k.dtype), list[Tensor]()
     for i in range(k.shape[2]):
         new = values[:, :, i] - keys[:, :, i] @ state
         outputs.append(q[:, :, i] @ state + seen[:, :, i] @ new)

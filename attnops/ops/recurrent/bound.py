@@ -31,7 +31,14 @@ from torch import Tensor
 
 from attnops.core.record import changed
 from attnops.core.rounding import Allowed, Results, roundoff, step
-from attnops.ops.recurrent.reference import causal_conv1d, inputs_of, put, read, rows_of
+from attnops.ops.recurrent.reference import (
+    causal_conv1d,
+    inputs_of,
+    put,
+    read,
+    rows_of,
+    state_before,
+)
 
 
 def _wide(call: Any) -> Any:
@@ -50,7 +57,7 @@ def _rule(call: Any, expected: Results) -> Allowed:
     call = _wide(call)
     rows, there = rows_of(call)
     q, k, v, decay, beta = (x.unbind(1) for x in inputs_of(call, rows, there))
-    state = call.state
+    state = state_before(call)
     size = state.norm(dim=2)
     error, allowed = torch.zeros_like(size), list[Tensor]()
     for t in range(call.max_seqlen_q):

@@ -8,7 +8,7 @@ from attnops.ops.case_data import BF16, F16, F32, F64, Given, Grid, Rows, Scene,
 
 RAGGED, ONES = (3, 1, 0, 5), (1, 1, 1)
 HEADS, FULL = (2, 4, 16, 24), (1, 2, 32, 16)
-NORM = {"normalize": True}
+NORM, FRESH = {"normalize": True}, {"fresh": True}
 RULES: Rows = {
     **at(
         (RAGGED, *HEADS),
@@ -34,6 +34,9 @@ RULES: Rows = {
     "alike": ((150, 40), *FULL, NORM, {"alike": True}),
     "alike_bfloat16": ((150, 40), *FULL, BF16, NORM, {"alike": True}),
     "forgets": ((100,), *FULL, NORM, {"forgets": 30.0}),
+    "fresh": (RAGGED, *HEADS, FRESH),
+    "fresh_step": (ONES, *HEADS, FRESH),
+    "fresh_bfloat16": ((64, 2, 130), *FULL, BF16, NORM | FRESH),
     "wide": ((70, 3), 1, 2, 40, 72, NORM),
     "between_bfloat16": ((70, 3), 1, 2, 40, 72, BF16, NORM),
     "wide_bfloat16": ((3, 130), 1, 2, 128, 128, BF16, NORM),
@@ -83,6 +86,8 @@ CONVS: Rows = {
             "slack": {"slack": 3},
             "longer_state": {"kept": 6},
             "by_channel": {"by_channel": True},
+            "fresh": FRESH,
+            "fresh_longer": {"kept": 6} | FRESH,
             "float64": {"dtype": F64} | SILU,
             "bfloat16": {"dtype": BF16} | SILU | BIAS,
             "float16": {"dtype": F16} | SILU,

@@ -31,6 +31,7 @@ class CausalConv1d(rules.Queries):
     bias: Tensor | None = arg("C", "x", default=None)
     _: KW_ONLY
     activation: str = arg(default="", choices=("", "silu"))
+    fresh: bool = arg(default=False, always=True)
     padded: bool = rules.PADDED
     output: Tensor = arg("T, C", "x", written=True)
     state: Tensor = arg("B, C, >= W - 1", "x", written=True, holds="states")
@@ -62,6 +63,7 @@ def causal_conv1d(
     *,
     max_seqlen_q: int,
     activation: str = "",
+    fresh: bool = False,
     padded: bool = True,
     output: Tensor | None = None,
     kernel: str | None = None,
@@ -81,6 +83,8 @@ def causal_conv1d(
             past `cu[B]` are padding and may hold anything; their output is 0.
         bias: `[C]`.
         max_seqlen_q: upper bound in tokens on the requests' lengths, a host int.
+        fresh: the requests have no tokens before these. The inputs before their first tokens are 0,
+            whatever `state` holds.
         activation: `"silu"`, or `""` for none.
         padded: False promises that there are no padding rows, which saves a clear of the output.
         output: `[T, C]`, to write into; allocated when None. It shares no memory with the other
@@ -108,6 +112,7 @@ def causal_conv1d(
             bias,
             max_seqlen_q=max_seqlen_q,
             activation=activation,
+            fresh=fresh,
             padded=padded,
             policy=key_for("causal_conv1d", kernel),
             output=output,

@@ -47,6 +47,7 @@ class GatedDeltaRule(rules.Queries):
     _: KW_ONLY
     scale: float = arg(holds="scale_of_logits")
     normalize: bool = arg(default=False, always=True)
+    fresh: bool = arg(default=False, always=True)
     padded: bool = rules.PADDED
     output: Tensor = arg("T, Hv, Dv", "query", written=True)
     state: Tensor = arg("B, Hv, Dk, Dv", FLOAT32, written=True, holds="states")
@@ -85,6 +86,7 @@ def gated_delta_rule(
     max_seqlen_q: int,
     scale: float | None = None,
     normalize: bool = False,
+    fresh: bool = False,
     padded: bool = True,
     output: Tensor | None = None,
     kernel: str | None = None,
@@ -112,6 +114,8 @@ def gated_delta_rule(
             past `cu[B]` are padding and may hold anything; their output is 0.
         max_seqlen_q: upper bound in tokens on the requests' lengths, a host int.
         scale: of the output; default `Dk**-0.5`.
+        fresh: the requests have no tokens before these. The states before their first tokens are
+            0, whatever `state` holds.
         normalize: queries and keys are divided by their lengths, `x / sqrt(sum(x**2) + 1e-6)`.
         padded: False promises that there are no padding rows, which saves a clear of the output.
         output: `[T, Hv, Dv]`, to write into; allocated when None. It shares no memory with the
@@ -143,6 +147,7 @@ def gated_delta_rule(
             max_seqlen_q=max_seqlen_q,
             scale=eager_cache.default_scale(query, scale),
             normalize=normalize,
+            fresh=fresh,
             padded=padded,
             policy=key_for("gated_delta_rule", kernel),
             output=output,

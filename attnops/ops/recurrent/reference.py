@@ -25,7 +25,7 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
         return
     rows, there = rows_of(call)
     q, k, v, decay, beta = (x.unbind(1) for x in inputs_of(call, rows, there))
-    state = call.state.to(q[0].dtype)
+    state = state_before(call).to(q[0].dtype)
     outputs = []
     for t in range(call.max_seqlen_q):
         state = state * decay[t].exp()[..., None, None]
@@ -34,6 +34,15 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
         outputs.append(read(state, q[t]))
     put(call, torch.stack(outputs, 1), rows, there)
     call.state.copy_(state)
+
+
+def state_before(call: Any) -> Tensor:
+    """The states that the first tokens meet: 0 of fresh requests that have tokens."""
+    state: Tensor = call.state
+    if not call.fresh:
+        return state
+    begins = call.cu_seqlens_q.diff() > 0
+    return state.masked_fill(begins.view(-1, *[1] * (state.dim() - 1)), 0.0)
 
 
 def read(state: Tensor, x: Tensor) -> Tensor:
@@ -99,7 +108,7 @@ def causal_conv1d(call: CausalConv1d) -> None:
     before = torch.arange(requests * kept, device=x.device).view(requests, kept)
     whole = x.new_zeros(tokens + requests * kept + 1, x.shape[1])
     whole[place] = x
-    whole[before + call.cu_seqlens_q[:-1, None]] = wide(call.state).transpose(1, 2)
+    whole[before + call.cu_seqlens_q[:-1, None]] = wide(state_before(call)).transpose(1, 2)
     width = weight.shape[1]
     y = x.new_zeros(x.shape) if call.bias is None else wide(call.bias).expand(x.shape)
     for w in range(width):

@@ -49,6 +49,7 @@ def in_turn(
     DK: constexpr,
     DV: constexpr,
     NORMALIZE: constexpr,
+    FRESH: constexpr,
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
 ):
@@ -65,7 +66,9 @@ def in_turn(
     value_ptr += head * value_h + n
     state_ptr += (request * HEADS + head) * DK * DV + d[:, None] * DV + n[None, :]
     in_state = in_key[:, None] & in_value[None, :]
-    state = tl.load(state_ptr, mask=in_state, other=0.0)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if not FRESH:
+        state = tl.load(state_ptr, mask=in_state, other=0.0)
     for token in range(begin, end):
         t = tl.cast(token, tl.int64)
         q, k = floats(query_ptr + t * query_t, in_key), floats(key_ptr + t * key_t, in_key)
@@ -220,6 +223,7 @@ def carry(
     GROUP: constexpr,
     DK: constexpr,
     DV: constexpr,
+    FRESH: constexpr,
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
     COMPUTE: constexpr,
@@ -237,7 +241,9 @@ def carry(
     key_ptr += head // GROUP * key_h + d[None, :]
     state_ptr += (request * HEADS + head) * DK * DV + d[:, None] * DV + n[None, :]
     in_state = (d < DK)[:, None] & (n < DV)[None, :]
-    state = tl.load(state_ptr, mask=in_state, other=0.0)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if not FRESH:
+        state = tl.load(state_ptr, mask=in_state, other=0.0)
     for first in range(begin, end, CHUNK):
         t = tl.cast(first, tl.int64) + i
         here = t < end
@@ -282,6 +288,7 @@ def conv(
     KEPT: constexpr,
     KEPT_P: constexpr,
     SILU: constexpr,
+    FRESH: constexpr,
     BLOCK_T: constexpr,
     BLOCK_C: constexpr,
 ):
@@ -307,9 +314,10 @@ def conv(
         inside = source >= begin
         at = source.to(tl.int64)[:, None] * x_t + wide_c[None, :] * x_c
         value = floats(x_ptr + at, here & inside[:, None])
-        if tile == 0:
-            before = state_ptr[None, :] + (source - begin + KEPT)[:, None]
-            value += floats(before, here & (source < begin)[:, None])
+        if not FRESH:
+            if tile == 0:
+                before = state_ptr[None, :] + (source - begin + KEPT)[:, None]
+                value += floats(before, here & (source < begin)[:, None])
         column = tl.full([BLOCK_C], w, tl.int64) * weight_w
         y += value * floats(weight_ptr + wide_c * weight_c + column, in_c)[None, :]
     if SILU:
@@ -322,8 +330,10 @@ def conv(
         kept, is_new = (s < KEPT)[None, :] & in_c[:, None], (last_t >= begin)[None, :]
         inputs = x_ptr + last_t.to(tl.int64)[None, :] * x_t + wide_c[:, None] * x_c
         newer = tl.load(inputs, mask=kept & is_new, other=0.0)
-        held = state_ptr[:, None] + (last_t - begin + KEPT)[None, :]
-        older = tl.load(held, mask=kept & ~is_new, other=0.0)
+        older = tl.zeros([BLOCK_C, KEPT_P], state_ptr.dtype.element_ty)
+        if not FRESH:
+            held = state_ptr[:, None] + (last_t - begin + KEPT)[None, :]
+            older = tl.load(held, mask=kept & ~is_new, other=0.0)
         # Threads of the program read what others write.
         tl.debug_barrier()
         tl.store(state_ptr[:, None] + s[None, :], tl.where(is_new, newer, older), mask=kept)

@@ -80,6 +80,7 @@ def _in_turn(call: GatedDeltaRule) -> None:
         {
             **sizes,
             "NORMALIZE": call.normalize,
+            "FRESH": call.fresh,
             "BLOCK_K": power(sizes["DK"]),
             "BLOCK_V": block,
         },
@@ -147,7 +148,13 @@ def _by_chunks(call: GatedDeltaRule) -> None:
     launch(
         device.carry,
         (requests, heads, -(-sizes["DV"] // block)),
-        {**sizes, **blocks, "BLOCK_V": block, "num_stages": _stages(query, block)},
+        {
+            **sizes,
+            **blocks,
+            "FRESH": call.fresh,
+            "BLOCK_V": block,
+            "num_stages": _stages(query, block),
+        },
         (
             query,
             key,
@@ -196,6 +203,7 @@ def causal_conv1d(call: CausalConv1d) -> None:
             "KEPT": kept,
             "KEPT_P": power(kept),
             "SILU": call.activation == "silu",
+            "FRESH": call.fresh,
             "BLOCK_T": tokens,
             "BLOCK_C": block,
         },
