@@ -28,6 +28,7 @@ from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.models.attention_modules import Match, Site
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
+from attnops.hf.models.states import StateSizes
 from attnops.hf.private import PREPARE, changed
 from attnops.nn.latent import absorbed_weights
 from attnops.ops.pages.plan import paged_layers
@@ -355,10 +356,14 @@ _PROBING = threading.Lock()
 
 @torch.no_grad()
 def probe(
-    owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype
-) -> tuple[Problem, ...]:
-    """The sizes of the keys and values of each module, given its window, from one step of one token
-    over a cache of transformers' own.
+    owner: Any,
+    config: Any,
+    windows: Mapping[Any, int],
+    like: torch.dtype,
+    states: Sequence[int] = (),
+) -> tuple[tuple[Problem, ...], tuple[StateSizes, ...]]:
+    """The sizes of the keys and values of each module, given its window, and of the states of these
+    layers, from one step of one token over a cache of transformers' own.
 
     No attribute gives them for all models, nor for a model whose heads are spread over several
     GPUs. Raises InvalidInput when a layer keeps no keys and values.
@@ -396,4 +401,10 @@ def probe(
         seen = (window - 1 if window else -1, -1)
         sizes = heads, key.shape[1], key.shape[3], 0, like, value.shape[3]
         found.append(paged_layers(*sizes, window=seen, softcap=capped, sinks=dtype))
-    return tuple(found)
+    return tuple(found), tuple(_states_of(cache, layer) for layer in states)
+
+
+def _states_of(cache: DynamicCache, layer: int) -> StateSizes:
+    kept: Any = cache.layers[layer]
+    conv, state = kept.conv_states[0], kept.recurrent_states[0]
+    return StateSizes(conv.shape[1:], conv.dtype, state.shape[1:], state.dtype)

@@ -32,7 +32,7 @@ def unpaged(cache: PagedModelCache, config: Any) -> DynamicCache:
     """A copy of the tokens of all rows that the last step had, with zeros for padding. The host
     waits for the device.
 
-    config: of the text model. Layers without pages are not copied. Raises torch.OutOfMemoryError.
+    config: of the text model. Raises torch.OutOfMemoryError.
     """
     pages, made = cache.state.pages, DynamicCache(config=config)
     pages.use()
@@ -55,6 +55,11 @@ def unpaged(cache: PagedModelCache, config: Any) -> DynamicCache:
         copies = (_copies(x, runs, sizes, padded) for x in kept)
         for number, keys, values in zip(numbers, *copies, strict=True):
             _fill(made.layers[layers[number]], keys, values, length, begun)
+    for layer, place in cache.states.items():
+        own: Any = made.layers[layer]
+        conv, state = (t[: len(padding)] for t in pages.states.layers[place])
+        own.update_conv_state(conv)
+        own.update_recurrent_state(state)
     return made
 
 

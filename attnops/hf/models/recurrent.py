@@ -12,19 +12,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from transformers.cache_utils import Cache
 
 from attnops.core.private_torch import tracing
 from attnops.core.select import active_policy, use
 from attnops.core.tracers import is_recorded
 from attnops.hf.models.chosen import Sizes, is_ours, kernel_now
 from attnops.hf.models.methods import is_replaced
+from attnops.hf.models.states import OfStates, StateLayer
 from attnops.hf.models.trial import Site, Trial, alone, answer, left_alone
 from attnops.nn.class_swap import Swap, subclass
 from attnops.ops.recurrent.conv import causal_conv1d
@@ -80,12 +82,28 @@ def served(cls: Any) -> type:
     """A subclass of the module `cls` with its name. Its objects can be copied and pickled."""
     ours = rebound(cls.forward, _replacements(cls))
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = _cache_in((*args, *kwargs.values()))
+        if isinstance(cache, OfStates):
+            run = rebound(cls.forward, _over(cache))
+            return run(self, hidden_states, *args, **kwargs)
+        if cache is not None:
+            _note_rows(cache.layers[self.layer_idx], hidden_states)
         stock = torch.is_grad_enabled() or is_dynamo_compiling() or is_recorded() or tracing()
         run = cls.forward if stock or _MARK not in vars(self) else ours
-        return run(self, *args, **kwargs)
+        return run(self, hidden_states, *args, **kwargs)
 
     return subclass(cls, {"forward": forward}, (served, cls))
+
+
+def _cache_in(given: Iterable[Any]) -> Any:
+    """The cache among a module's arguments, or its part of a step; None without one."""
+    return next((x for x in given if isinstance(x, (Cache, OfStates))), None)
+
+
+def _note_rows(layer: Any, hidden_states: Tensor) -> None:
+    if isinstance(layer, StateLayer):
+        layer.rows = hidden_states.shape[0]
 
 
 def rebound(function: Function, names: Mapping[str, Function]) -> Function:
@@ -249,8 +267,86 @@ OURS: Mapping[str, Callable[[Function], Function]] = {
 
 
 def _replacements(cls: Any) -> dict[str, Function]:
+    """The functions of calls outside of graphs: a package that is installed keeps those that it
+    serves."""
     known = inspect.unwrap(cls.forward).__globals__
-    return {name: make(known[name]) for name, make in OURS.items()}
+    own = {name: known[name] for name in OURS}
+    return {n: run if _of_package(run) else OURS[n](run) for n, run in own.items()}
+
+
+def _of_package(own: Function) -> bool:
+    """Does another package serve a function of transformers'?"""
+    plain = inspect.unwrap(own)
+    return inspect.getclosurevars(own).nonlocals.get("implementation", plain) is not plain
+
+
+def _over(view: Any) -> dict[str, Function]:
+    """The functions of a step in a graph, whose requests are those of `view`. They write its
+    states."""
+    assert view.states is not None
+    batch, more = view.batch, {"fresh": view.fresh, "padded": False}
+    requests = {"max_seqlen_q": batch.max_seqlen_q, **more}
+
+    def rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        state = view.states.state
+        output = gated_delta_rule(
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            g.float().flatten(0, 1),
+            beta.flatten(0, 1),
+            state,
+            batch.cu_seqlens_q,
+            normalize=use_qk_l2norm_in_kernel,
+            **requests,
+        )
+        return output.view(value.shape), state
+
+    def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        rows, channels, tokens = x.shape
+        output = causal_conv1d(
+            x.transpose(1, 2).reshape(rows * tokens, channels),
+            weight,
+            view.states.conv,
+            batch.cu_seqlens_q,
+            bias,
+            activation=activation or "",
+            **requests,
+        )
+        return output.view(rows, tokens, channels).transpose(1, 2)
+
+    def conv(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> Tensor:
+        return convolved(x, weight, bias, activation)
+
+    def conv_update(
+        x: Tensor,
+        state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        return convolved(x, weight, bias, activation)
+
+    return {
+        "torch_chunk_gated_delta_rule": rule,
+        "torch_recurrent_gated_delta_rule": rule,
+        "causal_conv1d_fn": conv,
+        "causal_conv1d_update": conv_update,
+    }
 
 
 # Recognition --------------------------------------------------------------------------------------
@@ -263,6 +359,23 @@ def sites(model: nn.Module) -> Iterator[Site[str]]:
         code: Any = inspect.unwrap(type(module).forward)
         if OURS.keys() & set(getattr(getattr(code, "__code__", None), "co_names", ())):
             yield Site(module, _against(module, code))
+
+
+def against_states(model: nn.Module, numbers: Sequence[int], mode: str, latents: bool) -> str:
+    """Why steps of these layers, which keep states, cannot be in graphs of a mode; "" where they
+    can. latents: do other layers keep latents?"""
+    if mode == "piecewise" or latents:
+        of = "compiled steps" if mode == "piecewise" else "a cache of latents"
+        return f"whose layers {list(numbers)} have states, which {of} cannot have"
+    taken = {
+        getattr(module, "layer_idx", None): _MARK in vars(module) for module in model.modules()
+    }
+    found = {getattr(site.module, "layer_idx", None): site.found for site in sites(model)}
+    for number in numbers:
+        why = found.get(number, "no op of attnops computes them")
+        if why and not taken.get(number):
+            return f"whose layers {list(numbers)} have states that move: {why}"
+    return ""
 
 
 def _against(module: nn.Module, code: Any) -> str:
@@ -287,8 +400,6 @@ def _against(module: nn.Module, code: Any) -> str:
 def _is_like(name: str, own: Function) -> bool:
     """Is the function transformers' torch code, and gives the op the same on a CPU?"""
     plain = inspect.unwrap(own)
-    if inspect.getclosurevars(own).nonlocals.get("implementation", plain) is not plain:
-        return False  # a package that is installed serves it
     with alone(), torch.autocast("cpu", enabled=False):
         trial = Trial(name, _tried(plain, name))
         with use(dict.fromkeys(("gated_delta_rule", "causal_conv1d"), "reference")):

@@ -392,12 +392,13 @@ class Decoder:
 
         The cache's tokens stay. Raises as `Graphed`.
         """
-        self._at_once = True
+        state = state_of(cache)
+        self._at_once = not cache.states  # compiled layers take none
         with self.turn:
-            self._look(state_of(cache))
+            self._look(state)
             if self.aside:
                 fail(NotCapturable, "decode steps", self.aside)
-        with self._graphs_of(state_of(cache), cache.max_batch) as found:
+        with self._graphs_of(state, cache.max_batch) as found:
             report = found.graphed.capture(progress=progress, **found.given(1))
             if found.mode == "piecewise":
                 self.prompts.compile(found.cache)

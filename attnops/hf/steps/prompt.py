@@ -161,8 +161,8 @@ class Prompts:
             yield f"its layers cannot be compiled: {self.failures.lasting['layers']}"
         if deterministic(active_policy()):
             yield "under a deterministic policy bits may not follow from the prompts before"
-        if cache.latent and not recorded:
-            yield "the pages hold latents, and compiled layers take none"
+        if (cache.latent or cache.states) and not recorded:
+            yield "the pages hold latents or states, and compiled layers take none"
         if state.filled and not state.whole:
             yield "the step before it failed"
         if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
@@ -216,6 +216,7 @@ class Prompts:
             return None
         state.pages.advance(start, columns)
         state.filled, state.unfinished = True, 0
+        state.moved.update(cache.states)
         self.took = "captured" if self._replayed else "compiled"
         self._recorded = recorded
         if not recorded:
@@ -278,7 +279,7 @@ class Prompts:
             positions = state.pages.positions[seen : seen + columns]
         # Later chunks would attend to the latents themselves, with three times the operations.
         most = sum(counts) if cache.latent else CHUNK
-        self._once = state.filled and any(state.pages.windows)
+        self._once = state.filled and bool(any(state.pages.windows) or cache.states)
         before = [max(seen - s, 0) for s in starts]
         parts = parts_of(counts, before, most, self._of_length)
         self.why = self._why_pages(parts, cache)
