@@ -22,9 +22,10 @@ from torch.compiler import is_dynamo_compiling
 from transformers.cache_utils import Cache
 
 from attnops.core.private_torch import tracing
-from attnops.core.select import active_policy, use
+from attnops.core.select import use
 from attnops.core.tracers import is_recorded
-from attnops.hf.models.chosen import Sizes, is_ours, kernel_now
+from attnops.hf.models.chosen import kernel_now
+from attnops.hf.models.functions import is_served, numbers, starts_of
 from attnops.hf.models.methods import is_replaced
 from attnops.hf.models.states import OfStates, StateLayer
 from attnops.hf.models.trial import Site, Trial, alone, answer, left_alone
@@ -134,18 +135,6 @@ def can_be_rebound(function: Function) -> bool:
 # The functions ------------------------------------------------------------------------------------
 
 
-def _is_served(op: str, x: Tensor, sizes: Sizes, asks: tuple[str, ...] = ()) -> bool:
-    if type(x) is not Tensor or torch.is_autocast_enabled(x.device.type) or not x.numel():
-        return False
-    policy = active_policy()
-    return bool(is_ours(op, policy, x.device, x.dtype, None, sizes, asks))
-
-
-def _starts(x: Tensor, rows: int, tokens: int) -> Tensor:
-    """int32 `[rows + 1]`, of requests of as many tokens."""
-    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
-
-
 def _rule(own: Function) -> Function:
     """In place of `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`."""
 
@@ -165,7 +154,7 @@ def _rule(own: Function) -> Function:
         (rows, tokens, heads, dv), (groups, dk) = value.shape, key.shape[2:]
         sizes = (("q_heads", heads), ("kv_heads", groups), ("head_dim", dk), ("v_head_dim", dv))
         like = query.dtype == key.dtype == value.dtype
-        if cu_seqlens is not None or not (like and _is_served("gated_delta_rule", query, sizes)):
+        if cu_seqlens is not None or not (like and is_served("gated_delta_rule", query, sizes)):
             given = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
             names = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
             more |= dict(zip(names, given, strict=True)) | {"cu_seqlens": cu_seqlens}
@@ -183,7 +172,7 @@ def _rule(own: Function) -> Function:
             decay,
             b,
             state,
-            _starts(value, rows, tokens),
+            starts_of(value, rows, tokens),
             max_seqlen_q=tokens,
             normalize=use_qk_l2norm_in_kernel,
             padded=False,
@@ -199,14 +188,14 @@ def _convolved(
     """The convolution of `x` `[B, C, tokens]`; None where transformers' own serves it."""
     asks = (*(("bias",) if bias is not None else ()), *(("activation",) if activation else ()))
     kept = activation in (None, "silu") and x.dtype == weight.dtype == state.dtype
-    if not (kept and _is_served("causal_conv1d", x, (("in_features", x.shape[1]),), asks)):
+    if not (kept and is_served("causal_conv1d", x, (("in_features", x.shape[1]),), asks)):
         return None
     rows, channels, tokens = x.shape
     output = causal_conv1d(
         x.transpose(1, 2).reshape(rows * tokens, channels),
         weight,
         state,
-        _starts(x, rows, tokens),
+        starts_of(x, rows, tokens),
         bias,
         max_seqlen_q=tokens,
         activation=activation or "",
@@ -419,21 +408,16 @@ def _tried(function: Function, name: str) -> dict[str, Tensor]:
     return {str(i): x for i, x in enumerate(both) if isinstance(x, Tensor)}
 
 
-def _numbers(*shape: int) -> Tensor:
-    count = torch.Size(shape).numel()
-    return torch.sin(torch.arange(1.0, count + 1).square() * 0.37).view(shape)
-
-
 def _rule_inputs() -> dict[str, Any]:
     """More tokens than a chunk has, and a state."""
     rows, tokens, heads = 2, 70, 2
     return {
-        "query": _numbers(rows, tokens, heads, 8),
-        "key": _numbers(rows, tokens, heads, 8).cos(),
-        "value": _numbers(rows, tokens, heads, 6),
-        "g": -_numbers(rows, tokens, heads).abs(),
-        "beta": _numbers(rows, tokens, heads).sigmoid(),
-        "initial_state": _numbers(rows, heads, 8, 6),
+        "query": numbers(rows, tokens, heads, 8),
+        "key": numbers(rows, tokens, heads, 8).cos(),
+        "value": numbers(rows, tokens, heads, 6),
+        "g": -numbers(rows, tokens, heads).abs(),
+        "beta": numbers(rows, tokens, heads).sigmoid(),
+        "initial_state": numbers(rows, heads, 8, 6),
         "output_final_state": True,
         "use_qk_l2norm_in_kernel": True,
     }
@@ -442,9 +426,9 @@ def _rule_inputs() -> dict[str, Any]:
 def _conv_inputs(name: str) -> dict[str, Any]:
     updates = name == "causal_conv1d_update"
     return {
-        "hidden_states": _numbers(2, 5, 1 if updates else 7),
-        **({"conv_state": _numbers(2, 5, 4).cos()} if updates else {}),
-        "weight": _numbers(5, 4),
-        "bias": _numbers(5),
+        "hidden_states": numbers(2, 5, 1 if updates else 7),
+        **({"conv_state": numbers(2, 5, 4).cos()} if updates else {}),
+        "weight": numbers(5, 4),
+        "bias": numbers(5),
         "activation": "silu",
     }

@@ -1,8 +1,9 @@
-"""`aten`: layers that carry a state, as torch ops: the gated delta rule by chunks of 64 tokens, as
-transformers works it out, and the convolution lowered in place.
+"""`aten`: layers that carry a state, as torch ops: the gated delta rule and the scan of Mamba-2 by
+chunks of 64 tokens, as transformers works them out, and the convolution lowered in place.
 
-Within a chunk a token's new value depends on those before it. The new values solve a triangular
-system, https://arxiv.org/abs/2412.06464. The state before the chunk is on its right side.
+Within a chunk of the rule a token's new value depends on those before it. The new values solve a
+triangular system, https://arxiv.org/abs/2412.06464. The state before the chunk is on its right
+side.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from attnops.ops.recurrent import reference as formulas
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.record import GatedDeltaRule
+    from attnops.ops.recurrent.scan import Mamba2Scan
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAUNCH_US = 5.0
@@ -31,17 +33,9 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
     if formulas.is_blank(call):
         return
     rows, there = formulas.rows_of(call)
-    whole = -(-call.max_seqlen_q // CHUNK) * CHUNK - call.max_seqlen_q
-
-    def chunked(x: Tensor) -> Tensor:
-        """`[B, tokens, Hv, ...]` as `[B, Hv, chunks, CHUNK, ...]`."""
-        x = F.pad(x.movedim(1, -1), (0, whole)).unflatten(-1, (-1, CHUNK))
-        return x.movedim((-2, -1), (2, 3))
-
-    q, k, v, decay, beta = map(chunked, formulas.inputs_of(call, rows, there))
+    q, k, v, decay, beta = map(_chunked, formulas.inputs_of(call, rows, there))
     passed = decay.cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    between = (passed[..., None] - passed[..., None, :]).masked_fill(later, float("-inf")).exp()
+    between = _between(passed)
     system = (k * beta[..., None]) @ k.mT * between
     seen = q @ k.mT * between
     keys = k * (beta * passed.exp())[..., None]
@@ -62,6 +56,42 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
     call.state.copy_(state)
 
 
+def mamba2_scan(call: Mamba2Scan) -> None:
+    """By chunks; requests are rows as long as the longest."""
+    if formulas.is_blank(call):
+        return
+    rows, there = formulas.rows_of(call)
+    x, dt, b, c = map(_chunked, formulas.scan_inputs(call, rows, there))
+    passed = (dt * call.a.to(dt.dtype)[:, None, None]).cumsum(-1)
+    values = x * dt[..., None]
+    inside = (c @ b.mT * _between(passed)) @ values
+    if call.d is not None:
+        inside = inside + x * call.d.to(x.dtype)[:, None, None, None]
+    c = c * passed.exp()[..., None]
+    stays = (values * (passed[..., -1:] - passed).exp()[..., None]).mT @ b
+    left = passed[..., -1].exp()[..., None, None]
+    state, outputs = formulas.state_before(call).to(b.dtype), list[Tensor]()
+    for i in range(b.shape[2]):
+        outputs.append(c[:, :, i] @ state.mT + inside[:, :, i])
+        state = state * left[:, :, i] + stays[:, :, i]
+    found = torch.cat(outputs, 2)[:, :, : call.max_seqlen_q]
+    formulas.put(call, found.transpose(1, 2), rows, there)
+    call.state.copy_(state)
+
+
+def _chunked(x: Tensor) -> Tensor:
+    """`[B, tokens, Hv, ...]` as `[B, Hv, chunks, CHUNK, ...]`, with 0 past the tokens."""
+    x = F.pad(x.movedim(1, -1), (0, -x.shape[1] % CHUNK)).unflatten(-1, (-1, CHUNK))
+    return x.movedim((-2, -1), (2, 3))
+
+
+def _between(passed: Tensor) -> Tensor:
+    """How much of what a token (last dim) writes is left for another (the dim before) of its chunk.
+    passed: the logarithm of what is left of the state before the chunk, `[..., CHUNK]`."""
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=passed.device).triu(1)
+    return (passed[..., None] - passed[..., None, :]).masked_fill(later, float("-inf")).exp()
+
+
 def rule_cost_us(p: Problem) -> float:
     """Launches before the chunks, and of each chunk; not measured."""
     return LAUNCH_US * (40 + 7 * chunks_of(p)) + 4.0 * rule_us(p)
@@ -73,16 +103,17 @@ def conv_cost_us(p: Problem) -> float:
     return launches * (2.5 + conv_us(p))
 
 
-register(
-    Kernel(
-        "aten",
-        "gated_delta_rule",
-        gated_delta_rule,
-        dtypes=FLOATS,
-        cost_us=rule_cost_us,
-        about="torch's own products, by chunks of 64 tokens",
+for _rule in (gated_delta_rule, mamba2_scan):
+    register(
+        Kernel(
+            "aten",
+            _rule.__name__,
+            _rule,
+            dtypes=FLOATS,
+            cost_us=rule_cost_us,
+            about="torch's own products, by chunks of 64 tokens",
+        )
     )
-)
 register(
     Kernel(
         "aten",
@@ -97,6 +128,7 @@ register(
 )
 for _op, _run, _takes, _us in (
     ("gated_delta_rule", formulas.gated_delta_rule, frozenset[str](), rule_cost_us),
+    ("mamba2_scan", formulas.mamba2_scan, frozenset[str](), rule_cost_us),
     ("causal_conv1d", formulas.causal_conv1d, CONV_TAKES, conv_cost_us),
 ):
     register(

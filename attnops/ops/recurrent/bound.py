@@ -17,6 +17,17 @@ Then E = sqrt(E^2 + (|k| delta)^2), for roundings of different tokens are indepe
 
 and the state by E and its rounding to float32.
 
+The scan of Mamba-2. For a row of a head's state, E and N are the lengths as above, Z the largest
+|dt + dt_bias| of the head and m its largest |step a|: an exponential, or a softplus, is off by the
+absolute error of its argument. With e = a (sqrt(Dk) + 16 + 128 m + 2 Z (1 + m)) and, of a token, v
+= step |x| |b| and f = exp(step a), E = sqrt((f E)^2 + delta^2) with
+
+    delta = (4 u + e) v + e f N + s |b|
+    delta(output) = |c| (E + (4 u + e) N) + s (1 + sqrt(Dk) |c| + 64 X) + 2 a |d x| + u |output|
+
+and X the largest |step x|: the weights of 64 tokens of a chunk are rounded. The state is off as
+above.
+
 The convolution sums W products, of size S in all: its result y is off by 2 (u R + s) + a (sqrt(W) +
 8) S, and that of silu, whose slope is below 1.1, by 1.1 times that, and by (3 u + 8 a) |y| more.
 """
@@ -34,9 +45,11 @@ from attnops.core.rounding import Allowed, Results, roundoff, step
 from attnops.ops.recurrent.reference import (
     causal_conv1d,
     inputs_of,
+    padded,
     put,
     read,
     rows_of,
+    scan_inputs,
     state_before,
 )
 
@@ -81,6 +94,45 @@ def _rule(call: Any, expected: Results) -> Allowed:
     return {"output": off + u * exact, "state": error[:, :, None] + rounded}
 
 
+def _scan(call: Any, expected: Results) -> Allowed:
+    dtype, dk = call.x.dtype, call.b.shape[2]
+    if not (call.output.numel() and call.max_seqlen_q):
+        return {}
+    u, half = roundoff(dtype), step(dtype)
+    a = min(u, roundoff(torch.float32))
+    call = _wide(call)
+    rows, there = rows_of(call)
+    x, dt, b, c = scan_inputs(call, rows, there)
+    raw = padded(call.dt, rows, there, dt.dtype)
+    raw = raw if call.dt_bias is None else raw + call.dt_bias
+    most = (dt * call.a).abs().amax((0, 1))
+    softplus = 2 * raw.abs().amax((0, 1)) * (1 + most)
+    near = a * (sqrt(dk) + 16 + 128 * most + softplus)[:, None]
+    left = (dt * call.a).exp()[..., None]
+    values = dt[..., None] * x
+    reads, written = c.norm(dim=-1, keepdim=True), b.norm(dim=-1, keepdim=True)
+    added = values.abs() * written
+    state = state_before(call)
+    size = state.norm(dim=-1)
+    error, allowed = torch.zeros_like(size), list[Tensor]()
+    for t in range(call.max_seqlen_q):
+        before = left[:, t] * size
+        off = (4 * u + near) * added[:, t] + near * before + half * written[:, t]
+        error = torch.hypot(left[:, t] * error, off)
+        outer = values[:, t, ..., None] * b[:, t, :, None]
+        state = left[:, t, ..., None] * state + outer
+        size = torch.maximum(torch.hypot(before, added[:, t]), state.norm(dim=-1))
+        allowed.append(reads[:, t] * (error + (4 * u + near) * size))
+    rest = half * (1 + sqrt(dk) * reads + 64 * values.abs().amax(1, keepdim=True))
+    if call.d is not None:
+        rest = rest + 2 * a * (call.d[:, None] * x).abs()
+    off = torch.zeros_like(call.output)
+    put(changed(call, output=off), torch.stack(allowed, 1) + rest, rows, there)
+    exact = expected["output"].double().abs()
+    rounded = roundoff(torch.float32) * expected["state"].double().abs()
+    return {"output": off + u * exact, "state": error[..., None] + rounded}
+
+
 def _conv(call: Any, expected: Results) -> Allowed:
     u, half, width = roundoff(call.x.dtype), step(call.x.dtype), call.weight.shape[1]
     a = min(u, roundoff(torch.float32))
@@ -104,4 +156,4 @@ def _conv(call: Any, expected: Results) -> Allowed:
     return {"output": off}
 
 
-BOUNDS = {"gated_delta_rule": _rule, "causal_conv1d": _conv}
+BOUNDS = {"gated_delta_rule": _rule, "mamba2_scan": _scan, "causal_conv1d": _conv}

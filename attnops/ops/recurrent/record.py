@@ -23,18 +23,17 @@ LEAST = {
 }
 
 
-def _rules(call: Any, sizes: Sizes) -> None:
+MEASURES = {"q_heads": "Hv", "kv_heads": "Hk", "head_dim": "Dk", "v_head_dim": "Dv"}
+
+
+def heads_divide(call: Any, sizes: Sizes) -> None:
+    """Each head of the keys serves as many of the values as another."""
     heads, kv_heads = sizes["Hv"], sizes["Hk"]
-    want = f"a multiple of the key's {kv_heads} heads"
+    want = f"a multiple of {kv_heads} (Hk, as {place(call.spec, 'Hk')})"
     need(heads % kv_heads == 0, place(call.spec, "Hv"), heads, want)
 
 
-@record(
-    "gated_delta_rule",
-    least=LEAST,
-    rules=_rules,
-    problem={"q_heads": "Hv", "kv_heads": "Hk", "head_dim": "Dk", "v_head_dim": "Dv"},
-)
+@record("gated_delta_rule", least=LEAST, rules=heads_divide, problem=MEASURES)
 class GatedDeltaRule(rules.Queries):
     """The tokens of packed requests, and the states that they read and write."""
 

@@ -3,6 +3,7 @@ requests become rows of equal length."""
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from attnops.core.tensors import wide
 if TYPE_CHECKING:
     from attnops.ops.recurrent.conv import CausalConv1d
     from attnops.ops.recurrent.record import GatedDeltaRule
+    from attnops.ops.recurrent.scan import Mamba2Scan
 
 EPS = 1e-6
 """What is added to the square of a vector's length, by which it is divided."""
@@ -71,18 +73,19 @@ def inputs_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled. They
     are 0 where there is no token: the state stays as it is there."""
-
-    def padded(x: Tensor) -> Tensor:
-        at = there.reshape(*there.shape, *[1] * (x.dim() - 1))
-        return torch.where(at, x[rows].to(dtype), 0.0)
-
-    dtype = wide(call.query).dtype
+    given = (call.query, call.key, call.value, call.decay, call.beta)
+    q, k, v, decay, beta = (padded(x, rows, there, wide(call.query).dtype) for x in given)
     group = call.value.shape[1] // call.key.shape[1]
-    q, k = padded(call.query), padded(call.key)
     if call.normalize:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
     q, k = ((x.repeat_interleave(group, 2)) for x in (q * call.scale, k))
-    return q, k, padded(call.value), padded(call.decay), padded(call.beta)
+    return q, k, v, decay, beta
+
+
+def padded(x: Tensor, rows: Tensor, there: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tokens of `x` as `[B, max_seqlen_q, ...]`, 0 where there is none."""
+    at = there.reshape(*there.shape, *[1] * (x.dim() - 1))
+    return torch.where(at, x[rows].to(dtype), 0.0)
 
 
 def put(call: Any, found: Tensor, rows: Tensor, there: Tensor) -> None:
@@ -116,3 +119,39 @@ def causal_conv1d(call: CausalConv1d) -> None:
     y = F.silu(y) if call.activation else y
     call.output.copy_(torch.where(real[:, None], y, 0.0))
     call.state.copy_(whole[before + ends[:, None]].transpose(1, 2))
+
+
+def mamba2_scan(call: Mamba2Scan) -> None:
+    """The reference of `attnops.ops.mamba2_scan`."""
+    if is_blank(call):
+        return
+    rows, there = rows_of(call)
+    inputs = x, dt, *_ = scan_inputs(call, rows, there)
+    decay = (dt * call.a.to(dt.dtype)).exp()[..., None, None]
+    state = state_before(call).to(dt.dtype)
+    outputs = []
+    for x_t, dt_t, b_t, c_t, left in zip(*(y.unbind(1) for y in (*inputs, decay)), strict=True):
+        state = state * left + (x_t * dt_t[..., None])[..., None] * b_t[..., None, :]
+        outputs.append(read(state.mT, c_t))
+    found = torch.stack(outputs, 1)
+    if call.d is not None:
+        found = found + x * call.d.to(x.dtype)[:, None]
+    put(call, found, rows, there)
+    call.state.copy_(state)
+
+
+def scan_inputs(
+    call: Mamba2Scan, rows: Tensor, there: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, the lengths of the steps, b and c: `[B, max_seqlen_q, Hv, ...]`. They are 0 where there is
+    no token: the state stays as it is there."""
+    x, dt, b, c = (
+        padded(y, rows, there, wide(call.x).dtype) for y in (call.x, call.dt, call.b, call.c)
+    )
+    if call.dt_bias is not None:
+        dt = dt + call.dt_bias.to(dt.dtype)
+    if call.dt_softplus:
+        dt = torch.logaddexp(dt, torch.zeros_like(dt))
+    dt = torch.where(there[..., None], dt.clamp(call.dt_min, call.dt_max or inf), 0.0)
+    group = call.x.shape[1] // call.b.shape[1]
+    return x, dt, b.repeat_interleave(group, 2), c.repeat_interleave(group, 2)
