@@ -22,7 +22,7 @@ from ..core.problem import hearing
 from .any_size import AnySize, Sample, Sizes, choices_of
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
-from .compared import differs
+from .compared import Before, differs
 from .compile_pieces import Program
 from .eager_capture import capture_mode
 from .forms import Form, filled, own_tensors, tensors_of
@@ -95,6 +95,11 @@ class _Called:
 
     def record(self) -> Recording:
         return record(_nameless(self.module), self.args, self.kwargs)
+
+    def differs_from(self, found: Recording) -> bool:
+        """As `differs`."""
+        before = Before(found.module.graph, self.flat)
+        return differs(found, self.flat, self.forward(), before)
 
     def follow(self) -> Followed:
         return follow(_nameless(self.module), self.args, self.kwargs)
@@ -269,7 +274,7 @@ class Kinds(Regions):
         with beginning() if ahead else nullcontext():
             numbers = called.record() if found is None else found.numbers
         assert numbers is not None
-        if not ahead and differs(numbers, called.flat, called.forward()):
+        if not ahead and called.differs_from(numbers):
             raise NotRegional(f"what was recorded of {name} has other results")
         if found is None:
             self._kind = type(module)
@@ -318,17 +323,18 @@ class Kinds(Regions):
         return None
 
     def _served(self, called: _Called) -> Kind | None:
-        ran = None  # the layer's own code runs once, for all that may serve
+        ran = before = None  # the layer's own code runs once, for all that may serve
         for key, kind in self._alike(called):
             found = kind.any_size
             sizes = None if found is None else found.sizes(called.rows, called.key[-1])
             if found is None or sizes is None:
                 continue
             if self._way != "ahead":
+                before = before or Before(found.numbers.module.graph, called.flat)
                 ran = ran or called.follow()
                 if not found.follows(sizes, ran):
                     continue  # it is not run: a kernel may trust the sizes that it is given
-                if differs(found.numbers, (*called.flat, *sizes), ran.result):
+                if differs(found.numbers, (*called.flat, *sizes), ran.result, before):
                     return None
             self._kept[key] = self._kept.pop(key)
             return Kind(kind.out, found.fakes(sizes), found.program, None, sizes)
