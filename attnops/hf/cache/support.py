@@ -407,4 +407,6 @@ def probe(
 def _states_of(cache: DynamicCache, layer: int) -> StateSizes:
     kept: Any = cache.layers[layer]
     conv, state = kept.conv_states[0], kept.recurrent_states[0]
+    if state is None:  # of a convolution alone
+        state = conv.new_empty(1, 0)
     return StateSizes(conv.shape[1:], conv.dtype, state.shape[1:], state.dtype)

@@ -16,13 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnops.hf.models.chosen import Sizes
 from attnops.hf.models.functions import is_served, numbers, starts_of
 from attnops.ops.recurrent.scan import mamba2_scan
 
 Function = Callable[..., Any]
+ATTRIBUTES = ("num_heads", "n_groups", "head_dim", "ssm_state_size", "conv1d")
 NO_LIMITS = (0.0, inf)
 MAMBA_SSM = ("seq_idx", "cu_seqlens", "z")
 """Arguments that transformers' own code of many tokens does not read, and mamba_ssm's does."""
+
+
+def sizes_of(module: Any) -> Sizes:
+    """Those of the op of a module."""
+    heads = (("q_heads", module.num_heads), ("kv_heads", module.n_groups))
+    return *heads, ("head_dim", module.ssm_state_size), ("v_head_dim", module.head_dim)
 
 
 def _scan(own: Function) -> Function:
