@@ -37,7 +37,7 @@ from attnops.hf.cache import support as paged_models
 from attnops.hf.cache.idle_pages import MOST_IDLE, Pool, give_back
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in, named, renamed
-from attnops.hf.cache.other_layers import has_states, layers_without_pages
+from attnops.hf.cache.other_layers import layers_with_states, layers_without_pages
 from attnops.hf.cache.page_sizes import DRAFTS, Sizes
 from attnops.hf.cache.paged_cache import (
     PagedKeyCache,
@@ -119,18 +119,18 @@ class PagedMode:
         windows = (
             (0,) * len(modules)
             if self.latents
-            else paged_models.windows_of(owner, self._config, self.layers)
+            else paged_models.windows_of(owner, self._config, self.layers, self._graphed)
         )
         self.windows = dict(zip(modules, windows, strict=True))
         self._lists = paged_models.lists_of(owner, self.windows)
-        states = self._layers_with_states()
+        self._check_others()
         if hasattr(owner, "generate"):
             paged_models.check_generate(owner)
         self.states: tuple[int, ...] = ()
         if self._graphed:
             device = paged_models.where(next(iter(self.windows)), owner)[0]
-            self.decode = checked(decode, owner, device, states, self.latents)
-            self.states = states
+            self.states = layers_with_states(self._config)
+            self.decode = checked(decode, owner, device, self.states, self.latents)
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
         self.loop = Loop()
@@ -152,17 +152,15 @@ class PagedMode:
         refuse_unless(not why, why)
         return sorted((site.module for site in sites), key=attrgetter("layer_idx"))
 
-    def _layers_with_states(self) -> tuple[int, ...]:
-        """The numbers of layers that keep states in place of pages. Raises PatchError: there is no
-        cache for the model."""
+    def _check_others(self) -> None:
+        """Raise PatchError where there is no cache for layers without pages."""
         try:
-            others = layers_without_pages(self._config, self.layers)
+            layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
             raise PatchError(
                 f'patch: cache="paged" cannot make a cache for {type(self._owner).__name__}: '
                 f"{error}"
             ) from error
-        return tuple(number for number, layer in others.items() if has_states(layer))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None, "_decoder": None, "_looks": None}

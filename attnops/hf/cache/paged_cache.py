@@ -315,6 +315,20 @@ class PagedLayer(CacheLayerMixin):
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
+class PagedStateLayer(PagedLayer, StateLayer):
+    """A layer with pages that keeps a state, too."""
+
+    is_croppable = False
+
+    def __init__(self, state: State, first: bool, number: int, place: int) -> None:
+        PagedLayer.__init__(self, state, first)
+        StateLayer.__init__(self, state, number, place)
+
+    def crop(self, tokens_to_remove: Any) -> None:
+        """Raises RuntimeError, as `StateLayer.crop`."""
+        StateLayer.crop(self, tokens_to_remove)
+
+
 class PagedModelCache(Cache):
     """A batch in pages, the cache of a model patched with `cache="paged"`. Made by
     `Patched.new_cache`.
@@ -351,10 +365,15 @@ class PagedModelCache(Cache):
             self.state.moved.update(states)
         self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
         self._others, rest = others, others()
-        rest |= {n: StateLayer(self.state, n, place) for n, place in self.states.items()}
+        rest |= {n: self._with_state(n, place) for n, place in self.states.items()}
         first, later = PagedLayer(self.state, first=True), PagedLayer(self.state, first=False)
-        of_layer = {**dict.fromkeys(paged_layers, later), **rest, self.first_layer: first}
+        of_layer = {**dict.fromkeys(paged_layers, later), self.first_layer: first, **rest}
         super().__init__(layers=[of_layer[number] for number in sorted(of_layer)])
+
+    def _with_state(self, number: int, place: int) -> StateLayer:
+        if number not in self.numbers:
+            return StateLayer(self.state, number, place)
+        return PagedStateLayer(self.state, number == self.first_layer, number, place)
 
     def __bool__(self) -> bool:
         """Are there tokens? Phi-3 drops the cache of a long text that does not have them yet, as an
@@ -376,9 +395,10 @@ class PagedModelCache(Cache):
         attention that cannot go back raise transformers' own RuntimeError.
         """
         left = self.state.left(tokens_to_remove)
-        others: list[Any] = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
-        for layer in others:
-            layer.crop(tokens_to_remove)
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if isinstance(layer, StateLayer) or not isinstance(layer, PagedLayer):
+                layer.crop(tokens_to_remove)
         self.state.keep(left)
 
     @property

@@ -300,9 +300,13 @@ def refuse_blocks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     need(not mixed, "token_type_ids", f"a kind for each token of {type(model).__name__}", want)
 
 
-def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...]:
+def windows_of(
+    owner: Any, config: Any, layers: Sequence[int], states: bool = False
+) -> tuple[int, ...]:
     """For each of `layers` the tokens that a query sees, its own included; 0: all. They follow from
     transformers' own cache of the model.
+
+    states: may a layer with keys keep a state, too?
 
     Raises PatchError for keys that pages cannot hold: shared between layers, chunked, indexed,
     compressed.
@@ -322,9 +326,10 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
         own = made[layer] if layer < len(made) else None
         kind = type(own).__name__
         got = f"layer {layer} ({type(own).__name__}) of {name}, which pages here cannot hold"
-        held = kind in ("DynamicLayer", "DynamicSlidingWindowLayer") and isinstance(
-            own, CacheLayerMixin
-        )
+        kinds_held = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+        if states:
+            kinds_held.add("LinearAttentionAndFullAttentionLayer")
+        held = kind in kinds_held and isinstance(own, CacheLayerMixin)
         refuse_unless(
             held, f"got {got}; want plain keys and values, all or those of a sliding window"
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from attnops.hf.cache.model_pages import EMPTY
+from attnops.hf.cache.other_layers import keeps_states
 from attnops.hf.cache.paged_cache import PagedModelCache
 
 TOGETHER = 2**28
@@ -104,7 +105,7 @@ def _copies(
 def _fill(own: Any, keys: Tensor, values: Tensor, length: int, begun: dict[Any, Any]) -> None:
     """Give a layer of the cache its tokens. begun: layers that have theirs, by their kind."""
     kind = type(own), getattr(own, "sliding_window", 0)
-    if kind in begun:
+    if kind in begun and not keeps_states(own):
         # It takes longer to initialise them one by one, and for a window the host waits.
         vars(own).update(vars(begun[kind]))
     else:

@@ -1,5 +1,5 @@
-"""The gated delta rule of transformers models through `attnops.ops.gated_delta_rule`: what takes the
-place of the two functions that their modules call by name."""
+"""The gated delta rule through `attnops.ops.gated_delta_rule`: what takes the place of the two
+functions that modules of transformers call by name."""
 
 from __future__ import annotations
 

@@ -207,13 +207,12 @@ def against_states(model: nn.Module, numbers: Sequence[int], mode: str, latents:
     if mode == "piecewise" or latents:
         of = "compiled steps" if mode == "piecewise" else "a cache of latents"
         return f"whose layers {list(numbers)} have states, which {of} cannot have"
-    taken = {
-        getattr(module, "layer_idx", None): _MARK in vars(module) for module in model.modules()
-    }
+    ours = (module for module in model.modules() if _MARK in vars(module))
+    taken = {getattr(module, "layer_idx", None) for module in ours}
     found = {getattr(site.module, "layer_idx", None): site.found for site in sites(model)}
     for number in numbers:
         why = found.get(number, "no op of attnops computes them")
-        if why and not taken.get(number):
+        if why and number not in taken:
             return f"whose layers {list(numbers)} have states that move: {why}"
     return ""
 

@@ -27,6 +27,9 @@ from attnops.hf.models.states import States
 from attnops.lowering.compile_layers import repeated_blocks
 from attnops.nn.steady import is_linear
 
+NOTHING = -1
+"""In place of the number of a layer that keeps nothing of the tokens."""
+
 _STOP = "attnops: rows that the step before did not have, or a cache that is full"
 
 
@@ -171,7 +174,7 @@ class Here:
         cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
         assert step is not None
         if number not in cache.numbers:
-            return self._of_states(number, step)
+            return self._without_pages(number, step)
         at = cache.numbers[number]
         heads = pages.sizes.layers[0].q_heads
         window = cache.window_of(number)
@@ -200,20 +203,21 @@ class Here:
             heads=heads,
             packed=self.packed,
             one_launch=one_launch,
+            states=self._states(number, step),
         )
 
-    def _of_states(self, number: int, step: Step) -> View:
-        """Of a layer that keeps a state and no keys."""
+    def _without_pages(self, number: int, step: Step) -> View:
+        """Of a layer that keeps no keys: a state, or nothing."""
+        states = self._states(number, step)
+        return View((), 0, step.batch, fresh=step.fresh, packed=self.packed, states=states)
+
+    def _states(self, number: int, step: Step) -> States | None:
+        """Those of a layer, of the requests of a step."""
+        if number not in self.cache.states:
+            return None
         own = self.cache.state.pages.states.layers[self.cache.states[number]]
         requests = step.batch.cu_seqlens_q.shape[0] - 1
-        return View(
-            (),
-            0,
-            step.batch,
-            fresh=step.fresh,
-            packed=self.packed,
-            states=States(*(t[:requests].detach() for t in own)),
-        )
+        return States(*(t[:requests].detach() for t in own))
 
     def module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of a module beside the layers."""
@@ -225,7 +229,7 @@ class Here:
 def modules_of(
     model: nn.Module, cache: PagedModelCache
 ) -> tuple[dict[nn.Module, int], list[nn.Module]]:
-    """(the repeated layers with pages or states and the number of each, modules beside them).
+    """(the repeated layers and the number of each, modules beside them).
 
     Raises NotRegional for those of other modules, or of several in a layer, and for a module that
     is compiled or has a forward of its own.
@@ -240,14 +244,24 @@ def modules_of(
             raise NotRegional(f"{name} holds several layers, {sorted(numbers)}")
         if numbers:
             found[block] = numbers.pop()
-            parents[model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])] = None
-    if missing := sorted(served - set(found.values())):
+            parents[_list_of(model, name)] = None
+    # Layers that keep nothing, as of experts alone, between others.
+    for name in repeated_blocks(model):
+        block = model.get_submodule(name)
+        if block not in found and _list_of(model, name) in parents:
+            found[block] = NOTHING
+    if missing := sorted(served.difference(found.values())):
         raise NotRegional(f"layers {missing} are in no list of layers of one class")
     beside = _beside(model, parents)
     own = [type(m).__name__ for m in (*found, *beside) if is_replaced(m)]
     if own:
         raise NotRegional(f"{own[0]} has a forward of its own instance, or is compiled")
     return found, beside
+
+
+def _list_of(model: nn.Module, name: str) -> nn.Module:
+    """The module whose list of layers holds the layer of this name."""
+    return model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
 
 
 def _beside(model: nn.Module, parents: Iterable[nn.Module]) -> list[nn.Module]:
