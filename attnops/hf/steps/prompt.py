@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -69,6 +70,10 @@ CAPTURE_AFTER = 3
 RECORD_AFTER = 1
 """So with recorded layers, which no compiler holds up."""
 
+AHEAD = 0, 2
+"""Prompts without a graph whose layers are recorded ahead, by their number: recordings for two
+sizes serve all others, and no prompt waits for both."""
+
 # Tokens of a trial, which compiles layers ahead.
 _TRIAL = 256
 
@@ -109,7 +114,7 @@ class Prompts:
         self._recorded = False  # did its layers need no compiler?
         self._early = False  # did it start while transformers prepared its call?
         self.due: dict[str, tuple[weakref.ref[Over], int]] = {}
-        self._begun: set[str] = set()  # the modes of graphs with a size whose layers were recorded
+        self._begun = Counter[str]()  # by the mode of graphs, the prompts that were `due`
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         self._of_length = follow_length(model)
@@ -323,16 +328,22 @@ class Prompts:
         over = graphs(part.fresh)
         if over.graphed.buckets.find("mixed", part.size, 1) is None:
             return _NO_ROOM
-        if over.chunks(part.size) > after:
+        if over.chunks(part.size) > after + over.steps_first:
             return over
-        if over.recorded and over.mode not in self._begun:
+        if over.recorded and self._may_begin(over):
             self.due[over.mode] = weakref.ref(over), part.size
         return _early(after)
 
+    def _may_begin(self, over: Over) -> bool:
+        """May the layers of a chunk be recorded ahead? But for the first one, not in a call whose
+        steps are recorded."""
+        number = self._begun[over.mode]
+        return number == 0 or (number <= AHEAD[-1] and not over.steps_first)
+
     def begin(self, turn: AbstractContextManager[Any]) -> None:
-        """Record the layers of the first size of each mode, while the device runs its first prompt,
-        and begin to compile their kernels, which later sizes share. Those are recorded with their
-        graphs: of many lengths, most come once.
+        """Record the layers of the first sizes of each mode, see `AHEAD`, while the device runs the
+        prompt, and begin to compile their kernels, which later sizes share. Those are recorded with
+        their graphs: of many lengths, most come once.
 
         turn: a thread's, to use the graphs.
         """
@@ -344,9 +355,11 @@ class Prompts:
                 over = graphs()
                 if over is None:
                     continue  # they were freed
-                self._begun.add(mode)
-                with suppress(Exception):  # the capture raises it
-                    over.begin_chunk(tokens)
+                number = self._begun[mode]
+                self._begun[mode] += 1
+                if number in AHEAD:
+                    with suppress(Exception):  # the capture raises it
+                        over.begin_chunk(tokens)
 
     def _tried(
         self,
