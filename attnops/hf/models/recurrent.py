@@ -68,13 +68,17 @@ def _family(code: Any) -> Family:
     return next(each for each in FAMILIES if not each.ours or each.ours.keys() & called)
 
 
+def _family_of(module: nn.Module) -> Family:
+    return _family(inspect.unwrap(type(module).forward))
+
+
 class Recurrent:
     """The linear attention of a model, taken over until `undo()`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.sites = tuple(sites(model))
         taken = (site.module for site in self.sites if not site.found)
-        self._swaps = [Swap(module, served, attributes={_MARK: True}) for module in taken]
+        self._swaps = [Swap(m, served, attributes={_MARK: _family_of(m).op}) for m in taken]
 
     def undo(self) -> None:
         """Give the modules back as they were, see `Swap.undo`."""
@@ -95,7 +99,7 @@ class Recurrent:
 def _kernels(module: Any) -> str:
     """What runs a module now: the kernels of its ops, as `gated_delta_rule.triton`, or
     transformers."""
-    family = _family(inspect.unwrap(type(module).forward))
+    family = next(each for each in FAMILIES if each.op == vars(module)[_MARK])
     weight = _conv_of(module).weight
     ops: dict[str, Sizes] = {family.op: family.sizes(module)} if family.op else {}
     ops["causal_conv1d"] = (("in_features", weight.shape[0]),)

@@ -51,6 +51,7 @@ from attnops.hf.steps.chunks import (
     Part,
     chunk_of,
     parts_of,
+    too_early,
     unpadded,
     why_unpacked,
 )
@@ -312,7 +313,7 @@ class Prompts:
         due = [self._due(part, graphs, after) for part in parts]
         against = [why for why in due if isinstance(why, str)]
         found = [None if isinstance(each, str) else each for each in due]
-        if against and (recorded or self._once or due == [_early(after)]):
+        if against and (recorded or self._once or due == [too_early(after)]):
             self.why = against[0]
         elif recorded:
             sizes = [(each, part.size) for each, part in zip(found, parts, strict=True) if each]
@@ -332,7 +333,7 @@ class Prompts:
             return over
         if over.recorded and self._may_begin(over):
             self.due[over.mode] = weakref.ref(over), part.size
-        return _early(after)
+        return too_early(after)
 
     def _may_begin(self, over: Over) -> bool:
         """May the layers of a chunk be recorded ahead? But for the first one, not in a call whose
@@ -518,9 +519,3 @@ class Prompts:
             runner=AsItRuns() if kinds is None else OneSize(kinds),
             **options,
         )
-
-
-def _early(after: int) -> str:
-    """Why a size is not captured before so many chunks of it ran."""
-    few = "no prompt" if after == 1 else f"fewer than {after} prompts"
-    return f"{few} of its size ran over these pages before"
