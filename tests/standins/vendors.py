@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import flex_attention as vendor
 
 from attnops.core.problem import Target, pretend
+from attnops.kernels.fla import recurrent as fla
 from attnops.kernels.flash_attn4 import fa4
 from attnops.kernels.torch import flex
 from attnops.ops import OPS
@@ -20,6 +21,7 @@ from attnops.testing.check import clone
 from tests.standins import (
     aten_flash,
     cudnn,
+    fla_ops,
     flash_attn_cute,
     flashinfer_mla,
     flashinfer_modules,
@@ -102,6 +104,7 @@ VENDORS = {
     "flashinfer_rope": Vendor(flashinfer_rope.installed, FLASHINFER, 100),
     "xqa": Vendor(flashinfer_trtllm.installed, FLASHINFER),
     "trtllm": Vendor(flashinfer_trtllm.installed, FLASHINFER, 100),
+    "fla": Vendor(fla_ops.installed, tuple(p.module for p in fla.PACKAGES)),
     "trtllm_mla": Vendor(flashinfer_trtllm_mla.installed, FLASHINFER, 100),
 }
 

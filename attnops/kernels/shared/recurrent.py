@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from attnops.core.problem import Problem
+from attnops.core.record import changed
 from attnops.measured.cost import multiply_us
 
 CONV_TAKES = frozenset({"bias", "activation"})
@@ -38,3 +43,18 @@ def goes_by_chunks(dtype: torch.dtype, head_dim: int, v_head_dim: int) -> bool:
     of Triton 3.6 gave wrong numbers on an H200, or read past the end of memory."""
     whole = head_dim % 16 == 0 and v_head_dim % 16 == 0
     return dtype != torch.float32 and whole and head_dim <= 128
+
+
+def in_one_piece(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`run`, whose call has a contiguous output and state."""
+
+    @functools.wraps(run)
+    def either(call: Any) -> None:
+        output, state = call.output.contiguous(), call.state.contiguous()
+        run(changed(call, output=output, state=state))
+        if output is not call.output:
+            call.output.copy_(output)
+        if state is not call.state:
+            call.state.copy_(state)
+
+    return either

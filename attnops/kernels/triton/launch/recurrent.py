@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 from attnops.core.kernel import deterministic
 from attnops.core.record import changed, values as values_of
 from attnops.kernels.shared.launch.gpu import computed_in, flat, gpu_of, launch, steady
-from attnops.kernels.shared.recurrent import CHUNK, goes_by_chunks
+from attnops.kernels.shared.recurrent import CHUNK, goes_by_chunks, in_one_piece
 from attnops.kernels.shared.sizes import padded, power
 from attnops.kernels.shared.tokens import clear
 from attnops.kernels.triton.device import recurrent as device
@@ -26,21 +24,6 @@ STEP_VALUES, CHUNK_VALUES = 16, 32
 OTHER_BYTES = 16 * 1024
 """Shared memory of a program that carries a state, beside what it loads."""
 CONV_TOKENS, CONV_CHANNELS = 16, 64
-
-
-def in_one_piece(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`run`, whose call has a contiguous output and state."""
-
-    @functools.wraps(run)
-    def either(call: Any) -> None:
-        output, state = call.output.contiguous(), call.state.contiguous()
-        run(changed(call, output=output, state=state))
-        if output is not call.output:
-            call.output.copy_(output)
-        if state is not call.state:
-            call.state.copy_(state)
-
-    return either
 
 
 @in_one_piece

@@ -1,0 +1,1 @@
+"""Kernels of flash-linear-attention."""
