@@ -54,7 +54,17 @@ def conv(lengths, kept=CONV_WIDTH, **more):
         ),
         (lambda: conv((70,), padding=None), CONV),
     ],
-    ids=str,
+    ids=[
+        "steps",
+        "packed",
+        "one",
+        "fresh",
+        "conv_step",
+        "fresh_step",
+        "padded",
+        "longer_state",
+        "conv",
+    ],
 )
 def test_what_is_called(call, wanted, standin):
     made = call()
