@@ -232,6 +232,7 @@ LEAST = {
     "rms_norm": "In",
     "gated_delta_rule": "Hk Hv Dk Dv",
     "causal_conv1d": "C W",
+    "causal_conv1d_backward": "C W",
     "route": "E K",
     "sparse_mla_attention": f"{LATENTS_LEAST} H",
     "write_latent_packed": LATENTS_LEAST,

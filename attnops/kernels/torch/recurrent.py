@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from attnops.ops.recurrent.record import GatedDeltaRule
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CONV_GRADIENT = formulas.causal_conv1d_backward
+NONE = frozenset[str]()
+ON_CPU = Invariant((device("cpu"),))
 LAUNCH_US = 5.0
 
 
@@ -83,32 +86,37 @@ register(
         about="torch's own products, by chunks of 64 tokens",
     )
 )
-register(
-    Kernel(
-        "aten",
-        "causal_conv1d",
-        formulas.causal_conv1d,
-        CONV_TAKES,
-        FLOATS,
-        cost_us=conv_cost_us,
-        inline=Inline(),
-        about="torch's own ops; the compiler fuses them",
+for _op, _conv in (
+    ("causal_conv1d", formulas.causal_conv1d),
+    ("causal_conv1d_backward", CONV_GRADIENT),
+):
+    register(
+        Kernel(
+            "aten",
+            _op,
+            _conv,
+            CONV_TAKES,
+            FLOATS,
+            cost_us=conv_cost_us,
+            inline=Inline(),
+            about="torch's own ops; the compiler fuses them",
+        )
     )
-)
-for _op, _run, _takes, _us in (
-    ("gated_delta_rule", formulas.gated_delta_rule, frozenset[str](), rule_cost_us),
-    ("causal_conv1d", formulas.causal_conv1d, CONV_TAKES, conv_cost_us),
+for _op, _run, _takes, _us, _invariant in (
+    ("gated_delta_rule", by_request(formulas.gated_delta_rule), NONE, rule_cost_us, ON_CPU),
+    ("causal_conv1d", by_request(formulas.causal_conv1d), CONV_TAKES, conv_cost_us, ON_CPU),
+    ("causal_conv1d_backward", CONV_GRADIENT, CONV_TAKES, conv_cost_us, Invariant()),
 ):
     register(
         Kernel(
             "reference",
             _op,
-            by_request(_run),
+            _run,
             _takes,
             FLOATS,
             cost_us=lambda p, us=_us: 1000.0 + 10.0 * us(p),  # type: ignore[misc]
             judge=True,
-            invariant=Invariant((device("cpu"),)),
+            invariant=_invariant,
             about="plain torch, float32 accumulation, token after token",
         )
     )

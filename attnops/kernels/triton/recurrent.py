@@ -34,6 +34,11 @@ def _conv_us(p: Problem) -> float:
     return 3.0 + 2.0 * conv_us(p)
 
 
+def _conv_gradient_us(p: Problem) -> float:
+    """A launch and a sum. Not measured."""
+    return 12.0 + 6.0 * conv_us(p)
+
+
 own(
     "gated_delta_rule",
     launched("recurrent", "gated_delta_rule"),
@@ -51,5 +56,12 @@ own(
     launched("recurrent", "causal_conv1d"),
     _conv_us,
     "attnops' own, a tile of tokens and channels a program",
+    CONV_TAKES,
+)
+own(
+    "causal_conv1d_backward",
+    launched("recurrent_gradient", "causal_conv1d_backward"),
+    _conv_gradient_us,
+    "attnops' own, a tile of inputs and channels a program",
     CONV_TAKES,
 )

@@ -19,6 +19,8 @@ and the state by E and its rounding to float32.
 
 The convolution sums W products, of size S in all: its result y is off by 2 (u R + s) + a (sqrt(W) +
 8) S, and that of silu, whose slope is below 1.1, by 1.1 times that, and by (3 u + 8 a) |y| more.
+Its gradient g is off by 2 (u |g| + s), and sums of n products, of size S in all, by a
+(sqrt(n) + 8) S, and by what the slopes of silu are off: 0.5 times what y is off, and 16 a.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from attnops.core.record import changed
 from attnops.core.rounding import Allowed, Results, roundoff, step
 from attnops.ops.recurrent.reference import (
     causal_conv1d,
+    causal_conv1d_backward,
+    convolved,
     inputs_of,
+    laid_out,
     put,
     read,
     rows_of,
@@ -104,4 +109,28 @@ def _conv(call: Any, expected: Results) -> Allowed:
     return {"output": off}
 
 
-BOUNDS = {"gated_delta_rule": _rule, "causal_conv1d": _conv}
+def _conv_gradient(call: Any, expected: Results) -> Allowed:
+    u, half, tokens = roundoff(call.x.dtype), step(call.x.dtype), call.x.shape[0]
+    a = min(u, roundoff(torch.float32))
+    call = _wide(call)
+    floats = "x", "weight", "bias", "state", "grad_output", "grad_after"
+    sizes = {n: None if (x := getattr(call, n)) is None else x.abs() for n in floats}
+    positive = changed(call, activation="", **sizes)
+    state = torch.zeros_like(call.grad_after) if call.state is None else positive.state
+    y = a * (sqrt(call.weight.shape[1]) + 8) * convolved(positive, *laid_out(positive, state)[:2])
+    slope = 1.1 if call.activation else 1.0
+    near = 0.5 * y + 16 * a if call.activation else torch.zeros_like(y)
+    shares = positive.grad_output * (slope * a * (sqrt(tokens) + 8) + near)
+    after = positive.grad_after * a * 8
+    summed = causal_conv1d_backward(changed(positive, grad_output=shares, grad_after=after))
+    return {
+        name: off + 2 * (u * exact.abs() + half)
+        for off, (name, exact) in zip(summed, expected.items(), strict=True)
+    }
+
+
+BOUNDS = {
+    "gated_delta_rule": _rule,
+    "causal_conv1d": _conv,
+    "causal_conv1d_backward": _conv_gradient,
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from attnops.ops.case_data import BF16, F16, F32, F64, Given, Grid, Rows, Scene, at
@@ -116,7 +118,18 @@ def _inputs(scene: Scene, kept: int = 0, by_channel: bool = False) -> Given:
     }
 
 
+def _of_conv(scene: Scene, fresh: bool = False, **more: Any) -> Given:
+    """The inputs of a gradient."""
+    given = _inputs(scene, **more)
+    scene.free["grad_output"] = scene.free["tokens"]
+    after = scene.source.normal(*given["state"].shape, dtype=scene.f.dtype)
+    if fresh:
+        del given["state"]
+    return given | {"grad_after": after}
+
+
 CASES = {
     "gated_delta_rule": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _tokens),
     "causal_conv1d": Grid("q_lens C W dtype", CONVS, _inputs),
+    "causal_conv1d_backward": Grid("q_lens C W dtype", CONVS, _of_conv),
 }

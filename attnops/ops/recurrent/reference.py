@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnops.core.tensors import wide
+from attnops.core.tensors import compact, wide
 
 if TYPE_CHECKING:
-    from attnops.ops.recurrent.conv import CausalConv1d
+    from attnops.ops.recurrent.conv import CausalConv1d, CausalConv1dBackward
     from attnops.ops.recurrent.record import GatedDeltaRule
 
 EPS = 1e-6
@@ -97,22 +97,70 @@ def put(call: Any, found: Tensor, rows: Tensor, there: Tensor) -> None:
 
 def causal_conv1d(call: CausalConv1d) -> None:
     """The reference of `attnops.ops.causal_conv1d`."""
-    x, weight = wide(call.x), wide(call.weight)
-    (tokens, _), (requests, _, kept) = x.shape, call.state.shape
-    ends = call.cu_seqlens_q[1:].long()
+    whole, place, _, after = laid_out(call, state_before(call))
+    y = convolved(call, whole, place)
+    y = F.silu(y) if call.activation else y
+    call.output.copy_(torch.where((place < len(whole) - 1)[:, None], y, 0.0))
+    call.state.copy_(whole[after].transpose(1, 2))
+
+
+def laid_out(call: Any, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs `[T + B * S + 1, C]`: in front of the tokens of each request stand the S before them,
+    and the last row is 0. And the rows of tokens `[T]`, of which that of padding is the last, and
+    of the states before and after the tokens `[B, S]`."""
+    x, starts = wide(call.x), call.cu_seqlens_q.long()
+    (tokens, channels), (requests, _, kept) = x.shape, state.shape
     t = torch.arange(tokens, device=x.device)
-    owner = torch.searchsorted(ends, t, right=True)
+    owner = torch.searchsorted(starts[1:], t, right=True)
+    last = tokens + requests * kept
     real = owner < requests
-    # In front of the tokens of each request stand the inputs before them.
-    place = torch.where(real, t + (owner + 1) * kept, tokens + requests * kept)
-    before = torch.arange(requests * kept, device=x.device).view(requests, kept)
-    whole = x.new_zeros(tokens + requests * kept + 1, x.shape[1])
-    whole[place] = x
-    whole[before + call.cu_seqlens_q[:-1, None]] = wide(state_before(call)).transpose(1, 2)
+    place = torch.where(real, t + (owner + 1) * kept, last)
+    rows = torch.arange(requests * kept, device=x.device).view(requests, kept)
+    before = rows + starts[:-1, None]
+    whole = x.new_zeros(last + 1, channels)
+    whole[place] = torch.where(real[:, None], x, 0.0)
+    whole[before] = wide(state).transpose(1, 2)
+    return whole, place, before, rows + starts[1:, None]
+
+
+def convolved(call: Any, whole: Tensor, place: Tensor) -> Tensor:
+    """What the convolution gives of such inputs, before the activation."""
+    weight = wide(call.weight)
     width = weight.shape[1]
-    y = x.new_zeros(x.shape) if call.bias is None else wide(call.bias).expand(x.shape)
+    y = whole.new_zeros(call.x.shape) if call.bias is None else wide(call.bias).expand(call.x.shape)
     for w in range(width):
         y = y + whole[(place + w - (width - 1)).clamp(min=0)] * weight[:, w]
-    y = F.silu(y) if call.activation else y
-    call.output.copy_(torch.where(real[:, None], y, 0.0))
-    call.state.copy_(whole[before + ends[:, None]].transpose(1, 2))
+    return y
+
+
+def causal_conv1d_backward(call: CausalConv1dBackward) -> tuple[Tensor, ...]:
+    """The reference of the gradient: a convolution in the other direction."""
+    of_after, weight = wide(call.grad_after), wide(call.weight)
+    state = torch.zeros_like(of_after) if call.state is None else call.state
+    whole, place, before, after = laid_out(call, state)
+    last, width = len(whole) - 1, weight.shape[1]
+    real = (place < last)[:, None]
+    slope = torch.where(real, wide(call.grad_output), 0.0)
+    if call.activation:
+        y = convolved(call, whole, place)
+        share = y.sigmoid()
+        slope = slope * share * (1 + y * (1 - share))
+    slopes = torch.zeros_like(whole)
+    slopes[place] = slope
+    row = torch.arange(last + 1, device=whole.device)
+    grads, of_weight = torch.zeros_like(whole), list[Tensor]()
+    for w in range(width):
+        back = width - 1 - w
+        grads = grads + slopes[(row + back).clamp(max=last)] * weight[:, w]
+        of_weight.append((slope * whole[(place - back).clamp(min=0)]).sum(0))
+    grads[after] += of_after.transpose(1, 2)
+    of_state = grads[before].transpose(1, 2)
+    if call.state is None:
+        begins = call.cu_seqlens_q.diff() > 0
+        of_state = of_state.masked_fill(begins[:, None, None], 0.0)
+    return (
+        torch.where(real, grads[place], 0.0).to(call.x.dtype),
+        torch.stack(of_weight, 1).to(call.x.dtype),
+        call.x.new_empty(0) if call.bias is None else slope.sum(0).to(call.x.dtype),
+        compact(of_state.to(call.x.dtype)),
+    )
