@@ -231,6 +231,7 @@ LEAST = {
     "copy_kv": "page",
     "rms_norm": "In",
     "gated_delta_rule": "Hk Hv Dk Dv",
+    "gated_delta_rule_backward": "Hk Hv Dk Dv",
     "causal_conv1d": "C W",
     "causal_conv1d_backward": "C W",
     "route": "E K",

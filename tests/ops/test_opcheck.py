@@ -134,6 +134,7 @@ PLAIN = {
     "merge_state": ((5, 2, 4),),
     "merge_states": ((5, 3, 2, 4),),
     "causal_conv1d": ((3, 2), 4, 3),
+    "gated_delta_rule": ((3, 2), 1, 2, 4, 3),
 }
 """Rows of ops that have none of the features."""
 SQUARE = ("bfloat16",)

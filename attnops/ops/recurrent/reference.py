@@ -13,7 +13,7 @@ from attnops.core.tensors import compact, wide
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.conv import CausalConv1d, CausalConv1dBackward
-    from attnops.ops.recurrent.record import GatedDeltaRule
+    from attnops.ops.recurrent.record import GatedDeltaRule, GatedDeltaRuleBackward
 
 EPS = 1e-6
 """What is added to the square of a vector's length, by which it is divided."""
@@ -34,6 +34,71 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
         outputs.append(read(state, q[t]))
     put(call, torch.stack(outputs, 1), rows, there)
     call.state.copy_(state)
+
+
+def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
+    """The reference of the gradient: token after token, from the last."""
+    rows, there = rows_of(call)
+    q, k, v, decay, beta = (x.unbind(1) for x in inputs_of(call, rows, there))
+    of_output = padded(call, call.grad_output, rows, there).unbind(1)
+    states = [state_of(call)]
+    for t in range(call.max_seqlen_q):
+        faded = states[t] * decay[t].exp()[..., None, None]
+        delta = (v[t] - read(faded, k[t])) * beta[t][..., None]
+        states.append(faded + k[t][..., None] * delta[..., None, :])
+    grad, found = call.grad_after.to(states[0].dtype), list[tuple[Tensor, ...]]()
+    for t in reversed(range(call.max_seqlen_q)):
+        left, b = decay[t].exp()[..., None, None], beta[t][..., None]
+        faded = states[t] * left
+        error = v[t] - read(faded, k[t])
+        of_q = read(states[t + 1].mT, of_output[t])
+        grad = grad + q[t][..., None] * of_output[t][..., None, :]
+        of_delta = read(grad, k[t])
+        of_v = of_delta * b
+        of_k = read(grad.mT, error * b) - read(faded.mT, of_v)
+        grad = grad - k[t][..., None] * of_v[..., None, :]
+        of_decay = (grad * faded).sum((-2, -1))
+        grad = grad * left
+        found.append((of_q, of_k, of_v, of_decay, (of_delta * error).sum(-1)))
+    by_token = [torch.stack(x[::-1], 1) for x in zip(*found, strict=True)]
+    return rule_gradients(call, by_token, grad, rows, there)
+
+
+def state_of(call: Any) -> Tensor:
+    """The states before the tokens of a gradient."""
+    given = torch.zeros_like(call.grad_after) if call.state is None else call.state
+    return given.to(wide(call.query).dtype)
+
+
+def rule_gradients(
+    call: GatedDeltaRuleBackward, found: list[Tensor], of_state: Tensor, rows: Tensor, there: Tensor
+) -> tuple[Tensor, ...]:
+    """The results of the gradient, from those of what `inputs_of` returns, and of the states."""
+    given = call.query, call.key, call.value, call.decay, call.beta
+    if not found:  # there are no tokens
+        return (*map(torch.zeros_like, map(compact, given)), compact(call.grad_after.clone()))
+    of_q, of_k, *others = found
+    heads = call.key.shape[1], -1
+    both = []
+    for of_x, x in ((of_q * call.scale, call.query), (of_k, call.key)):
+        grad = of_x.unflatten(2, heads).sum(3)
+        if call.normalize:
+            x = padded(call, x, rows, there)
+            factor = to_one(x)
+            one = x * factor
+            grad = factor * (grad - one * (one * grad).sum(-1, keepdim=True))
+        both.append(grad)
+    if call.state is None:
+        begins = call.cu_seqlens_q.diff() > 0
+        of_state = of_state.masked_fill(begins[:, None, None, None], 0.0)
+    tokens = call.value.shape[0]
+    return (
+        *(
+            packed(x, rows, there, tokens).to(like.dtype)
+            for x, like in zip((*both, *others), given, strict=True)
+        ),
+        compact(of_state.to(call.grad_after.dtype)),
+    )
 
 
 def state_before(call: Any) -> Tensor:
@@ -67,32 +132,45 @@ def rows_of(call: Any) -> tuple[Tensor, Tensor]:
 
 
 def inputs_of(
-    call: GatedDeltaRule, rows: Tensor, there: Tensor
+    call: Any, rows: Tensor, there: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled. They
     are 0 where there is no token: the state stays as it is there."""
 
-    def padded(x: Tensor) -> Tensor:
-        at = there.reshape(*there.shape, *[1] * (x.dim() - 1))
-        return torch.where(at, x[rows].to(dtype), 0.0)
-
-    dtype = wide(call.query).dtype
-    group = call.value.shape[1] // call.key.shape[1]
-    q, k = padded(call.query), padded(call.key)
+    q, k, v, decay, beta = (
+        padded(call, x, rows, there)
+        for x in (call.query, call.key, call.value, call.decay, call.beta)
+    )
     if call.normalize:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
+        q, k = q * to_one(q), k * to_one(k)
+    group = v.shape[2] // k.shape[2]
     q, k = ((x.repeat_interleave(group, 2)) for x in (q * call.scale, k))
-    return q, k, padded(call.value), padded(call.decay), padded(call.beta)
+    return q, k, v, decay, beta
+
+
+def padded(call: Any, x: Tensor, rows: Tensor, there: Tensor) -> Tensor:
+    """What tokens have as `[B, max_seqlen_q, ...]`, 0 where there is none."""
+    at = there.reshape(*there.shape, *[1] * (x.dim() - 1))
+    return torch.where(at, x[rows].to(wide(call.query).dtype), 0.0)
+
+
+def to_one(x: Tensor) -> Tensor:
+    """What makes vectors one long."""
+    return torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
 def put(call: Any, found: Tensor, rows: Tensor, there: Tensor) -> None:
     """Write the results `[B, max_seqlen_q, ...]` to the tokens' rows of the output, and 0 to the
     others."""
-    tokens = call.output.shape[0]
+    call.output.copy_(packed(found, rows, there, call.output.shape[0]))
+
+
+def packed(found: Tensor, rows: Tensor, there: Tensor, tokens: int) -> Tensor:
+    """`[B, max_seqlen_q, ...]` as `[T, ...]`, 0 where there is no token."""
     # Results of no token go to a row past the last, so that no size follows from the data.
     whole = found.new_zeros((tokens + 1, *found.shape[2:]))
     whole[torch.where(there, rows, tokens).flatten()] = found.flatten(0, 1)
-    call.output.copy_(whole[:tokens])
+    return whole[:tokens]
 
 
 def causal_conv1d(call: CausalConv1d) -> None:
