@@ -144,6 +144,8 @@ class AnySize:
         self.numbers = replace(first.numbers, module=module)
         self.program = together.program(*[each.program for each in samples])
         self._equal = together.equal
+        # By sizes: would calls get the same kernels? A step asks before its run and in it.
+        self._alike: dict[Sizes, bool] = {}
 
     def sizes(self, tokens: int, given: Any) -> Sizes | None:
         """The sizes of arguments of this form, if it is for such and all calls would get the same
@@ -152,8 +154,10 @@ class AnySize:
         if not _fits(self._given, given, known):
             return None
         sizes = tuple(known[i] for i in range(len(known)))
-        alike = all(len({times.of(sizes) for times in each}) == 1 for each in self._equal)
-        return sizes if alike and self._chooses(sizes) else None
+        if sizes not in self._alike:
+            alike = all(len({times.of(sizes) for times in each}) == 1 for each in self._equal)
+            self._alike[sizes] = alike and self._chooses(sizes)
+        return sizes if self._alike[sizes] else None
 
     def _chooses(self, sizes: Sizes) -> bool:
         with FakeTensorMode():

@@ -17,28 +17,48 @@ MOST_COMPARED = 2**26
 """Bytes of pages that are compared: those of a server may take most of the memory."""
 
 
-def differs(found: Recording, flat: tuple[Any, ...], result: Any) -> bool:
+class Before:
+    """The states that a module's forward is about to read and write, as they are now. graph: of the
+    recording."""
+
+    def __init__(self, graph: fx.Graph, flat: tuple[Any, ...]) -> None:
+        self.states = [flat[i] for i in _inputs(graph, "state")]
+        self._copies = [t.clone() for t in self.states]
+
+    def again(self) -> list[Tensor]:
+        """Put the states back. Returns copies of what the forward has made of them."""
+        moved = [t.clone() for t in self.states]
+        for state, copy in zip(self.states, self._copies, strict=True):
+            state.copy_(copy)
+        return moved
+
+
+def differs(found: Recording, flat: tuple[Any, ...], result: Any, before: Before) -> bool:
     """Does the graph, before it is rewritten, give other numbers than the module's forward, which
-    has run on the same tensors, or write other ones into pages? result: of the forward."""
-    pages = [flat[i] for i in _pages(found.module.graph) if flat[i].nbytes <= MOST_COMPARED]
+    has run on the same tensors, or write other ones into pages or states? result: of the forward.
+    before: as it was before that."""
+    graph = found.module.graph
+    pages = [flat[i] for i in _inputs(graph, "_pages") if flat[i].nbytes <= MOST_COMPARED]
     want = tensors_of(result)
-    written = [t.clone() for t in pages]
+    written = [t.clone() for t in pages] + before.again()
+    pages += before.states
     got = tensors_of(filled(found.out, found.module(*flat)))
     alike = all(
         a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
         for a, b in zip(got, want, strict=True)
     )
-    return not (alike and all(map(_equal, got + written, want + pages)))
+    return not (alike and all(map(_equal, got + pages, want + written)))
 
 
-def _pages(graph: fx.Graph) -> list[int]:
-    """Which inputs an op of ours takes as pages, which it may write."""
+def _inputs(graph: fx.Graph, end: str) -> list[int]:
+    """Which inputs an op of ours takes by a name with this end: pages or states, which it may
+    write."""
     taken: list[Any] = []
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace == "attnops":
             names = (argument.name for argument in node.target._schema.arguments)
             given = dict(zip(names, node.args, strict=False)) | node.kwargs
-            taken += (x for name, x in given.items() if name.endswith("_pages"))
+            taken += (x for name, x in given.items() if name.endswith(end))
     found = {*_storages(x for x in taken if isinstance(x, fx.Node))}
     inputs = graph.find_nodes(op="placeholder")
     return [i for i, node in enumerate(inputs) if not found.isdisjoint(_storages([node]))]

@@ -88,7 +88,13 @@ class Program:
     def run(self, flat: tuple[Any, ...], into: Recorded | None = None) -> Any:
         """Run without graphs, or capture neighbouring parts into one graph each and the others
         between them. Returns the results."""
-        return self._plain(*flat) if into is None else _Run(self, into).run(*flat)
+        if into is None:
+            return self._plain(*flat)
+        if not all(part.captured for part in self.split.parts):
+            return _Run(self, into).run(*flat)
+        into.current = ", ".join(part.name for part in self.split.parts)
+        into.begin()
+        return self._plain(*flat)
 
     @cached_property
     def _plain(self) -> fx.GraphModule:
@@ -113,8 +119,8 @@ class _Call(nn.Module):
 
 
 class _Run(fx.Interpreter):
-    """The capture of a program. A value leaves after its last use, so that later parts reuse its
-    memory."""
+    """The capture of a program with parts between graphs. A value leaves after its last use, so
+    that later parts reuse its memory."""
 
     def __init__(self, program: Program, into: Recorded) -> None:
         super().__init__(program.split.module)

@@ -369,12 +369,15 @@ class CudaGraphs:
         return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def warm(self, run: Callable[[], Any]) -> None:
-        """Empties the allocator's cache afterwards, because a capture can neither use nor free
-        cached memory."""
+        """Empties the allocator's cache afterwards where the driver has little memory, because a
+        capture can neither use nor free cached memory. Elsewhere others would wait for the driver
+        to give them the same memory again."""
         run()
         with quiet(self.device):
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(self.device)
+            if 8 * free < total:
+                torch.cuda.empty_cache()
 
     def measured(self, run: Callable[[], Any]) -> int:
         """By the allocator's statistics, of which it resets the peaks."""

@@ -460,7 +460,7 @@ class Graphed(Options):
         """
         if self.budget_bytes is not None:
             return device.measured(lambda: self.runner.run(self, bucket, values))
-        # Also where it ran: this empties the allocator's cache, which a capture cannot use.
+        # Also where it ran: this may empty the allocator's cache, which a capture cannot use.
         device.warm(lambda: None if ran else self.runner.run(self, bucket, values))
         return 0
 

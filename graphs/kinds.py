@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -22,12 +22,13 @@ from ..core.problem import hearing
 from .any_size import AnySize, Sample, Sizes, choices_of
 from .as_it_runs import AsItRuns
 from .buckets import Bucket
-from .compared import differs
+from .compared import Before, differs
 from .compile_pieces import Program
 from .eager_capture import capture_mode
-from .forms import Form, filled, own_tensors, tensors_of
+from .forms import filled, tensors_of
+from .looks import Looks, Own, nameless, own_of
 from .options import Options, Values
-from .per_layer import ANY, NotRegional, PerLayer, Regions, Twin, twin
+from .per_layer import NotRegional, PerLayer, Regions, Twin
 from .record_functions import Followed, Recording, follow, record
 from .report import Report
 from .stale import in_force
@@ -39,6 +40,11 @@ MOST_KEPT = 256
 
 MOST_SAMPLES = 4
 """Recordings of a layer that together serve other sizes: each may show a size that varies."""
+
+
+class Dropped(NotRegional):
+    """A capture met a layer that is not recorded."""
+
 
 Way = Literal["each", "once", "own", "ahead"]
 """How the layers of a step run: each of them, or one of each kind, whose results stand for those of
@@ -64,15 +70,6 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class _Own:
-    """A layer, apart from what it is given. tensors: see `own_tensors`."""
-
-    form: Any
-    known: Form
-    tensors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
 class _Called:
     """A call of a layer in a step of so many rows.
 
@@ -94,10 +91,15 @@ class _Called:
         return type(self.module).forward(self.module, *self.args, **self.kwargs)
 
     def record(self) -> Recording:
-        return record(_nameless(self.module), self.args, self.kwargs)
+        return record(nameless(self.module), self.args, self.kwargs)
+
+    def differs_from(self, found: Recording) -> bool:
+        """As `differs`."""
+        before = Before(found.module.graph, self.flat)
+        return differs(found, self.flat, self.forward(), before)
 
     def follow(self) -> Followed:
-        return follow(_nameless(self.module), self.args, self.kwargs)
+        return follow(nameless(self.module), self.args, self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,13 @@ class Kept:
 
     kinds: by form, which keeps what it knows by identity. Those that served last come last.
     watched: the steps, each with its bucket, whose own code was seen to change tensors alone.
+    ran: the steps that ran, each with its bucket and the kind of its pages.
     """
 
     kinds: dict[Any, Kind] = field(default_factory=dict)
     watched: set[Any] = field(default_factory=set)
+    ran: set[Any] = field(default_factory=set)
+    looks: Looks = field(default_factory=Looks)
 
 
 class Kinds(Regions):
@@ -122,7 +127,9 @@ class Kinds(Regions):
     Raises NotRegional as `Regions`, and for a layer whose code does what a graph would not repeat,
     or whose graph does not give the layer's own numbers.
 
-    kept: what others have recorded and watched, to share. watched: see `Kept`.
+    kept: what others have recorded and watched, to share: of one model, whose layers are the same
+        in all sessions. watched: see `Kept`.
+    pages: equal for pages over which layers get arguments of the same forms; None: for no others.
     """
 
     takes_twins = False
@@ -131,15 +138,16 @@ class Kinds(Regions):
         self,
         passes: Sequence[Callable[[fx.GraphModule], Any]] = (),
         kept: Kept | None = None,
+        pages: Hashable = None,
     ) -> None:
         super().__init__("eager", passes)
         kept = Kept() if kept is None else kept
         self._kept, self.watched = kept.kinds, kept.watched
+        self._runs, self._looks, self._pages = kept.ran, kept.looks, pages
         self._way: Way = "each"
         self._results: dict[Kind, Any] = {}  # of the kinds that ran in this step, way "once"
         self._ahead: dict[Any, Kind] = {}  # of this step, whose layers' code was not followed
-        self._owns: dict[nn.Module, _Own] | None = None  # in a session
-        self._forms: dict[int, tuple[Any, Any]] = {}  # of objects that layers share, in a session
+        self._owns: dict[nn.Module, Own] | None = None  # in a session
 
     def varying(self, tensor: Tensor, *dims: int) -> Tensor:
         return tensor
@@ -159,7 +167,23 @@ class Kinds(Regions):
             self._owns = None
             self._results.clear()
             self._ahead.clear()
-            self._forms.clear()
+
+    def ran_alike(self, options: Options, bucket: Bucket) -> bool:
+        """Did such a step run over pages like these? Its kernels are then loaded, and its layers
+        recorded and compared, but for those that were dropped since, see `Dropped`."""
+        return (self._pages, options.requests, bucket) in self._runs
+
+    def note_run(self, options: Options, bucket: Bucket) -> None:
+        """Note that such a step has run."""
+        if self._pages is not None:
+            self._runs.add((self._pages, options.requests, bucket))
+
+    def runs_again(self, error: Exception) -> bool:
+        """Will steps run before their captures because of this error?"""
+        dropped = isinstance(error, Dropped) and bool(self._runs)
+        if dropped:
+            self._runs.clear()
+        return dropped
 
     @contextmanager
     def watching(self, options: Options, bucket: Bucket) -> Iterator[bool]:
@@ -226,7 +250,7 @@ class Kinds(Regions):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         apart: str,
-    ) -> tuple[_Own, Kind]:
+    ) -> tuple[Own, Kind]:
         with _refused(call):
             own = self._own(call)
             given = own.known.further().of((args, kwargs))
@@ -246,14 +270,12 @@ class Kinds(Regions):
             self._kept.pop(next(iter(self._kept)))
         return own, found
 
-    def _own(self, call: nn.Module) -> _Own:
-        if self._owns is not None and call in self._owns:
-            return self._owns[call]
-        known = Form(None if self._owns is None else self._forms)
-        found = _Own(known.of_module(_nameless(call)), known, (*own_tensors(call).values(),))
-        if self._owns is not None:
-            self._owns[call] = found
-        return found
+    def _own(self, call: nn.Module) -> Own:
+        if self._owns is None:
+            return own_of(call)
+        if call not in self._owns:
+            self._owns[call] = self._looks.own(call)
+        return self._owns[call]
 
     def _recorded(self, found: Kind | None, called: _Called) -> Kind:
         """A kind, whose numbers are compared by now unless it is recorded ahead."""
@@ -261,7 +283,7 @@ class Kinds(Regions):
         name = type(module).__name__
         if capture_mode() is not None:
             # Its results could not be compared with the module's.
-            raise NotRegional(f"{name} was called otherwise than before the capture")
+            raise Dropped(f"{name} was called otherwise than before the capture")
         ahead = self._way == "ahead"
         if found is None and (known := self._of_other_sizes(called)) is not None:
             return known
@@ -269,7 +291,7 @@ class Kinds(Regions):
         with beginning() if ahead else nullcontext():
             numbers = called.record() if found is None else found.numbers
         assert numbers is not None
-        if not ahead and differs(numbers, called.flat, called.forward()):
+        if not ahead and called.differs_from(numbers):
             raise NotRegional(f"what was recorded of {name} has other results")
         if found is None:
             self._kind = type(module)
@@ -318,17 +340,18 @@ class Kinds(Regions):
         return None
 
     def _served(self, called: _Called) -> Kind | None:
-        ran = None  # the layer's own code runs once, for all that may serve
+        ran = before = None  # the layer's own code runs once, for all that may serve
         for key, kind in self._alike(called):
             found = kind.any_size
             sizes = None if found is None else found.sizes(called.rows, called.key[-1])
             if found is None or sizes is None:
                 continue
             if self._way != "ahead":
+                before = before or Before(found.numbers.module.graph, called.flat)
                 ran = ran or called.follow()
                 if not found.follows(sizes, ran):
                     continue  # it is not run: a kernel may trust the sizes that it is given
-                if differs(found.numbers, (*called.flat, *sizes), ran.result):
+                if differs(found.numbers, (*called.flat, *sizes), ran.result, before):
                     return None
             self._kept[key] = self._kept.pop(key)
             return Kind(kind.out, found.fakes(sizes), found.program, None, sizes)
@@ -381,7 +404,7 @@ class PerKind(PerLayer):
         return self._kinds.session()
 
     def begin(self, options: Options, bucket: Bucket, values: Values) -> None:
-        if not self.regions.refusal:
+        if not (self.regions.refusal or self._kinds.ran_alike(options, bucket)):
             with self._kinds.way("ahead"):
                 self._in_layers(options, bucket, values)
 
@@ -391,10 +414,16 @@ class PerKind(PerLayer):
 
     def prepare(self, options: Options, bucket: Bucket, values: Values) -> None:
         """Also run the model itself once, to see whether it changes more than tensors: a capture
-        does not run the code of its layers."""
+        does not run the code of its layers. Nothing runs where such a step ran over pages like
+        these."""
+        if not self.regions.refusal and self._kinds.ran_alike(options, bucket):
+            return
         super().prepare(options, bucket, values)
-        if self._watched or self.regions.refusal:
+        if self.regions.refusal:
             return  # a capture that runs the model's own code is watched
+        self._kinds.note_run(options, bucket)
+        if self._watched:
+            return
         with self._kinds.watching(options, bucket) as runs:
             if runs:
                 self.whole.run(options, bucket, values)
@@ -402,6 +431,8 @@ class PerKind(PerLayer):
 
     def changes(self, error: Exception) -> bool:
         """Other errors of a capture are those of the model as it runs, too."""
+        if self._kinds.runs_again(error):
+            return True
         if self.regions.refusal or not isinstance(error, NotRegional):
             return False
         self.regions.refusal = str(error)
@@ -431,8 +462,9 @@ class OneSize(AsItRuns):
         return self._kinds.session()
 
     def begin(self, options: Options, bucket: Bucket, values: Values) -> None:
-        with self._kinds.way("ahead"):
-            super().run(options, bucket, values)
+        if not self._kinds.ran_alike(options, bucket):
+            with self._kinds.way("ahead"):
+                super().run(options, bucket, values)
 
     def run(self, options: Options, bucket: Bucket, values: Values) -> Any:
         with self._kinds.way("once"):
@@ -440,8 +472,12 @@ class OneSize(AsItRuns):
 
     def prepare(self, options: Options, bucket: Bucket, values: Values) -> None:
         """Record the layers. Also run their own code once, of the first bucket, to see whether it
-        changes more than tensors: a capture does not run it."""
+        changes more than tensors: a capture does not run it. Nothing runs where such a step ran
+        over pages like these."""
+        if self._kinds.ran_alike(options, bucket):
+            return
         self.run(options, bucket, values)
+        self._kinds.note_run(options, bucket)
         if self._watched:
             return
         with self._kinds.way("own"), self._kinds.watching(options, bucket) as runs:
@@ -449,22 +485,8 @@ class OneSize(AsItRuns):
                 super().run(options, bucket, values)
         self._watched = True
 
-
-def _nameless(module: nn.Module) -> nn.Module:
-    """A twin whose parts do not hold their own names in the model, as those of peft do: equal
-    layers differ in them."""
-    made: nn.Module = twin(module)[0]
-    for path, part in [*made.named_modules()][1:]:
-        own = vars(part)
-        own.update({name: _without(value, f".{path}") for name, value in own.items()})
-    return made
-
-
-def _without(value: Any, end: str) -> Any:
-    """ANY in place of a word with this end, also of one that a dict holds."""
-    if type(value) is dict:
-        return {name: _without(each, end) for name, each in value.items()}
-    return ANY if type(value) is str and value.endswith(end) else value
+    def changes(self, error: Exception) -> bool:
+        return self._kinds.runs_again(error)
 
 
 class _NoGuards:

@@ -248,6 +248,7 @@ OTHERS = {
         "vertical_slash_attention", Source(4), TWELVE, LENGTHS, replace(PLAIN, causal=False)
     ),
     "delta rule": make_call("gated_delta_rule", Source(4), TWELVE, 1, 2, 9, 7, F32, normalize=True),
+    "scan": make_call("mamba2_scan", Source(4), TWELVE, 1, 2, 9, 7, F32, dt_softplus=True),
     "convolution": make_call("causal_conv1d", Source(4), TWELVE, 9, 4, BF16, activation="silu"),
 }
 

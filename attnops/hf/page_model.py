@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.adapters.replicas import place, take_back
-from attnops.core.errors import AttnopsError, InvalidInput, PatchError, fail, one_line
+from attnops.core.errors import AttnopsError, InvalidInput, PatchError, one_line
 from attnops.core.kernel import check_kernel
 from attnops.core.precompile import start
 from attnops.core.problem import Problem
@@ -37,13 +37,12 @@ from attnops.hf.cache import support as paged_models
 from attnops.hf.cache.idle_pages import MOST_IDLE, Pool, give_back
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in, named, renamed
+from attnops.hf.cache.other_layers import layers_with_states, layers_without_pages
 from attnops.hf.cache.page_sizes import DRAFTS, Sizes
 from attnops.hf.cache.paged_cache import (
     PagedKeyCache,
     PagedLatentCache,
     PagedModelCache,
-    has_states,
-    layers_without_pages,
 )
 from attnops.hf.cache.support import refuse_unless
 from attnops.hf.cache.to_dynamic_cache import unpaged
@@ -51,13 +50,14 @@ from attnops.hf.generation import Generation, current_generation, running_genera
 from attnops.hf.models.attention_modules import Match
 from attnops.hf.models.latents import dims_of
 from attnops.hf.models.methods import Method
+from attnops.hf.models.states import StateSizes
 from attnops.hf.private import PREPARE
 from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.decode_loop import Loop
 from attnops.hf.steps.early import EarlyPrompts, lent
 from attnops.hf.steps.model_facts import Facts, ModelFacts
-from attnops.hf.steps.options import Decode
+from attnops.hf.steps.options import Decode, checked
 from attnops.hf.steps.precompile import begin, under_way
 from attnops.hf.steps.reasons import (
     Call,
@@ -119,14 +119,18 @@ class PagedMode:
         windows = (
             (0,) * len(modules)
             if self.latents
-            else paged_models.windows_of(owner, self._config, self.layers)
+            else paged_models.windows_of(owner, self._config, self.layers, self._graphed)
         )
         self.windows = dict(zip(modules, windows, strict=True))
         self._lists = paged_models.lists_of(owner, self.windows)
-        states = self._layers_with_states()
+        self._check_others()
         if hasattr(owner, "generate"):
             paged_models.check_generate(owner)
-        self._check_steps(states)
+        self.states: tuple[int, ...] = ()
+        if self._graphed:
+            device = paged_models.where(next(iter(self.windows)), owner)[0]
+            self.states = layers_with_states(self._config)
+            self.decode = checked(decode, owner, device, self.states, self.latents)
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
         self.loop = Loop()
@@ -135,7 +139,7 @@ class PagedMode:
         self._changes: list[Method | RemovableHandle] = []
         self._pool: Pool | None = None
         self._looks: ModelFacts | None = None
-        self._kept: tuple[Problem, ...] | None = None
+        self._kept: tuple[tuple[Problem, ...], tuple[StateSizes, ...]] | None = None
 
     def _modules(self, found: Match) -> list[Any]:
         """The modules that have pages, by layer, of `latents` or of keys and values. Raises
@@ -148,39 +152,15 @@ class PagedMode:
         refuse_unless(not why, why)
         return sorted((site.module for site in sites), key=attrgetter("layer_idx"))
 
-    def _layers_with_states(self) -> list[int]:
-        """The numbers of layers that keep states in place of pages. Raises PatchError: there is no
-        cache for the model."""
+    def _check_others(self) -> None:
+        """Raise PatchError where there is no cache for layers without pages."""
         try:
-            others = layers_without_pages(self._config, self.layers)
+            layers_without_pages(self._config, self.layers)
         except InvalidInput as error:
             raise PatchError(
                 f'patch: cache="paged" cannot make a cache for {type(self._owner).__name__}: '
                 f"{error}"
             ) from error
-        return [number for number, layer in others.items() if has_states(layer)]
-
-    def _check_steps(self, states: list[int]) -> None:
-        """Raise PatchError where graphs are asked for that cannot be made. states: the layers that
-        keep states."""
-        if not self._graphed:
-            return
-        device = paged_models.where(next(iter(self.windows)), self._owner)[0]
-        mode = self.decode.mode
-        got = f"patch: got decode={mode!r} for {type(self._owner).__name__}"
-        if states:
-            fail(
-                PatchError, f"{got}, whose layers {states} have states that move; want decode='hf'"
-            )
-        if "position_ids" not in inspect.signature(type(self._owner).forward).parameters:
-            fail(
-                PatchError,
-                f"{got}, which counts positions by its masks; want decode='hf', or a model that "
-                "takes position_ids",
-            )
-        if mode != "auto" and self.decode.graphs is None and device.type not in ("cuda", "meta"):
-            want = "a model on a GPU, or decode='auto', which makes graphs where there is one"
-            fail(PatchError, f"{got} on {device}; want {want}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None, "_decoder": None, "_looks": None}
@@ -299,8 +279,9 @@ class PagedMode:
         cache = kind(
             pages,
             self.layers,
-            functools.partial(layers_without_pages, self._config, self.layers),
+            functools.partial(layers_without_pages, self._config, self.layers, self.states),
             filled,
+            self.states,
         )
         if self._graphed:
             # transformers shall neither compile the step nor make the masks that a compiled one is
@@ -343,11 +324,13 @@ class PagedMode:
                 self.layers
             )
             return Sizes(rows, length, layers, device, self.kernel, fixed=self._graphed)
-        if self._kept is None or self._kept[0].dtype != dtype:
-            self._kept = paged_models.probe(self._owner, self._config, self.windows, dtype)
-        return Sizes(
-            rows, length, self._kept, device, self.kernel, max(DRAFTS, back), self._graphed
-        )
+        if self._kept is None or self._kept[0][0].dtype != dtype:
+            self._kept = paged_models.probe(
+                self._owner, self._config, self.windows, dtype, self.states
+            )
+        layers, states = self._kept
+        back = max(DRAFTS, back)
+        return Sizes(rows, length, layers, device, self.kernel, back, self._graphed, states)
 
     def forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """The forward of the model: graphs for the decode steps of its `generate()`, compiled
@@ -516,6 +499,8 @@ class PagedMode:
     def _reasons(self, call: Call, rows: int) -> Iterator[Reason]:
         """Why this `generate()`, of a batch of so many rows, gets no pages of ours."""
         yield from why_unpaged(call, self.kernel)
+        if self.states and call.assisted:
+            yield Reason("drafts are taken back, and states of linear attention cannot be")
         if self.chosen:
             yield from why_unpaged_unasked(call, self._forward)
             if self._decoder is not None and (failed := self._decoder.why_not(rows)):

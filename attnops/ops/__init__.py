@@ -42,6 +42,7 @@ from attnops.ops.pages.record import (
 from attnops.ops.pages.rotate import rotate_and_write_kv as rotate_and_write_kv
 from attnops.ops.recurrent.conv import causal_conv1d as causal_conv1d
 from attnops.ops.recurrent.record import gated_delta_rule as gated_delta_rule
+from attnops.ops.recurrent.scan import mamba2_scan as mamba2_scan
 from attnops.ops.sparse.record import (
     sparse_mla_attention as sparse_mla_attention,
     write_latent_packed as write_latent_packed,

@@ -20,6 +20,7 @@ from attnops.graphs.cuda_graphs import Recorded
 from attnops.graphs.eager_capture import CaptureMode
 from attnops.graphs.forms import Form, own_tensors, tensors_of
 from attnops.graphs.kinds import Kinds
+from attnops.graphs.looks import Looks
 from attnops.graphs.per_layer import NotRegional, twin
 from attnops.graphs.record_functions import NotRecorded, record
 from tests.helpers import fresh_process
@@ -383,6 +384,21 @@ def test_one_graph_a_kind_of_layer_and_size():
         with torch.no_grad():
             want = layers[2](layers[1](layers[0](x)))
         assert torch.equal(run(kinds, layers, x), want) and kinds._traces == traces
+
+
+def test_a_layer_is_looked_at_again_where_its_tensors_are_others():
+    layers, looks = [Layer(plain) for _ in range(2)], Looks()
+    first, other = map(looks.own, layers)
+    assert first.form == other.form and looks.own(layers[0]).known is first.known
+    linear = layers[0].linear
+    linear.weight.data = linear.weight.data.t()
+    second = looks.own(layers[0])
+    assert second.form != first.form
+    linear.weight.data = linear.weight.data.clone()
+    assert looks.own(layers[0]).known is not second.known
+    second = looks.own(layers[0])
+    linear.weight = nn.Parameter(linear.weight.data)
+    assert looks.own(layers[0]).known is not second.known
 
 
 def test_more_kinds_than_a_step_may_have():

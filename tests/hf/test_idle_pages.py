@@ -15,10 +15,10 @@ ROW_BYTES = 3 * 2 * 2 * 16 * 4
 """Of a token in three layers: keys and values of two heads of 16 float32."""
 
 
-def length_of(rows, length, memory, monkeypatch):
+def sizes_of(rows, length, memory, monkeypatch):
     monkeypatch.setattr(idle_pages, "gpu_bytes", lambda device: memory)
     sizes = Sizes(rows, length, (LAYERS,) * 3, torch.device("cpu"), None)
-    return idle_pages._rounded(sizes).length
+    return idle_pages._rounded(sizes)[:2]
 
 
 @pytest.mark.parametrize(
@@ -28,17 +28,20 @@ def length_of(rows, length, memory, monkeypatch):
         (1, 100, 1000, 768),  # as many as there is room for, in steps of 256
         (2, 100, 1000, 256),
         (8, 100, 100, 104),  # no room: as without a GPU
+        (3, 100, 5000, (4, 1024)),  # as many as of four rows
+        (3, 100, 350, 104),  # no room for a row more
         (1, 3000, 4500, 4352),  # as many as of a shorter prompt
         (1, 3000, 3000, 3072),
         (1, 2047, 5000, 4608),
     ],
 )
 def test_new_pages_have_room_for_some_tokens(rows, length, tokens, want, monkeypatch):
-    """In a part of a GPU's memory."""
+    """And rows, in a part of a GPU's memory."""
     memory = idle_pages.SMALL * tokens * ROW_BYTES
-    assert length_of(rows, length, memory, monkeypatch) == want
+    wanted = want if isinstance(want, tuple) else (rows, want)
+    assert sizes_of(rows, length, memory, monkeypatch) == wanted
     without = {100: 104, 2047: 2048, 3000: 3072}[length]  # rounded up by an eighth at most
-    assert length_of(rows, length, float("inf"), monkeypatch) == without
+    assert sizes_of(rows, length, float("inf"), monkeypatch) == (rows, without)
 
 
 def test_a_model_with_a_scripted_module():

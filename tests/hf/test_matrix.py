@@ -52,13 +52,18 @@ RANDOM = (
     "minicpm3",
     "deepseek_v3",
     "gpt_oss",
+    "qwen3_5",
+    "qwen3_next",
 )
-"""Families of random calls, with sliding windows, latents and mixtures among them."""
+"""Families of random calls, with sliding windows, latents, mixtures and states among them."""
 
-OWN_PROMPTS = ("deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss")
+COMPILED = RANDOM[:-2]
+"""Of these, those whose layers may be compiled: no others have states."""
+
+OWN_PROMPTS = ("deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss", "qwen3_next")
 """Of these, whose prompts are never captured in float32."""
 
-WITHOUT: tuple[str, ...] = ("kimi_linear", "qwen3_next", "qwen3_5", "lfm2", "doge", "llama4")
+WITHOUT: tuple[str, ...] = ("kimi_linear", "lfm2", "doge", "llama4")
 WITHOUT += ("longcat_flash", "gpt2", "opt")
 """Families whose steps have no graphs: their layers have states that move, pages do not serve them,
 or their code waits for the device."""
@@ -82,7 +87,7 @@ KINDS: list[dict[str, Any]] = [{}, {"streams": True}, SAMPLED]
 FAMILIES = [
     *((name, tier) for name in (*DECODERS, "llava") for tier in ("recorded", "breakable")),
     ("llama", "auto"),
-    *(pytest.param(name, "auto", marks=pytest.mark.full) for name in (*RANDOM[1:], "starcoder2")),
+    *(pytest.param(name, "auto", marks=pytest.mark.full) for name in (*COMPILED[1:], "starcoder2")),
     *(pytest.param(name, "piecewise", marks=pytest.mark.full) for name in ("llama", "gpt_oss")),
 ]
 

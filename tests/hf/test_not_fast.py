@@ -59,7 +59,7 @@ def test_once_a_class_and_loss(model):
         )
 
 
-@pytest.mark.parametrize("name", ["t5", "qwen3_next"])
+@pytest.mark.parametrize("name", ["t5", "lfm2"])
 def test_on_a_cpu_nobody_is_told(name):
     model = tiny.model(name)
     with attnops.patch(model) as handle:
@@ -69,7 +69,7 @@ def test_on_a_cpu_nobody_is_told(name):
 
 def test_the_way_out_that_it_names(model, monkeypatch):
     """What the text tells a user to do asks for the same, and is silent."""
-    model = tiny.model("qwen3_next")
+    model = tiny.model("lfm2")
     with attnops.patch(model, decode=auto()) as handle:
         [text] = told_in(model)
         assert handle.took.cache == "hf" and "have states that move" in text
@@ -81,10 +81,10 @@ def test_the_way_out_that_it_names(model, monkeypatch):
 
 def test_pages_that_were_asked_for_without_graphs():
     """patch() itself says so, once the model is patched."""
-    model, handles = tiny.model("qwen3_next"), []
+    model, handles = tiny.model("lfm2"), []
     [text] = told_by(lambda: handles.append(paged(model, decode=auto())))
     assert (
-        "Qwen3NextForCausalLM has no CUDA graphs" in text
+        "Lfm2ForCausalLM has no CUDA graphs" in text
         and 'decode="hf"' in text
         and "states that move" in text
     )

@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 import attnops
 from attnops.graphs import kinds
+from attnops.graphs.any_size import AnySize
 from attnops.graphs.compile_pieces import Program
 from attnops.graphs.forms import Form
 from attnops.hf import tiny
@@ -137,6 +138,7 @@ def counted(monkeypatch):
         (kinds, "record"),
         (kinds, "differs"),
         (kinds.Kinds, "__call__"),
+        (AnySize, "_chooses"),
     ):
         count(owner, name)
     return found
@@ -144,14 +146,58 @@ def counted(monkeypatch):
 
 def test_a_capture_does_once_what_equal_layers_share(counted):
     """A whole forward is captured, and at the first size over some pages one of the layers' own
-    code is watched."""
-    once = {"of_module": 6, "differs": 1, "run": 1 + 6}
+    code is watched. No layer is described a second time."""
+    once = {"differs": 1, "run": 1 + 6}
     with first(tiny.model("llama", num_hidden_layers=6)) as pair:
-        for length, counts in ((90, {"__call__": 3 * 6}), (60, {"__call__": 2 * 6, "record": 1})):
+        for length, counts in (
+            (90, {"__call__": 3 * 6}),
+            (60, {"__call__": 2 * 6, "record": 1}),
+            (20, {"__call__": 2 * 6}),
+        ):
             assert pair.same(2, length, 1).prompt == ""
             counted.clear()
             assert pair.same(2, length, 1).prompt == "captured", pair.decoder.prompts.why
             assert counted == {**once, **counts}
+
+
+def test_pages_like_others_are_captured_without_a_run(counted):
+    """Which would launch what is loaded, and compare what was compared. Layers that were dropped
+    since are recorded anew."""
+    kept, logits = [], []
+    with first(tiny.model("llama", num_hidden_layers=6)) as pair, torch.no_grad():
+        ids, _ = asked(1, 9, 1)
+        for dropped in (None, False, True, None, False):
+            cache = pair.handle.new_cache(1, 20)
+            pair.model(ids, past_key_values=cache, logits_to_keep=1)
+            if dropped:
+                pair.decoder._recorded.kinds.clear()
+            counted.clear()
+            logits.append(pair.handle.step(ids[:, :1], cache))
+            assert not pair.handle.graphs.report().not_recorded
+            if dropped is not None:
+                calls = counted["__call__"] - 1  # without that of a function
+                assert (counted["run"] == calls) is not dropped
+                assert (counted["differs"] == 0) is not dropped
+            kept.append(cache)
+    assert all(torch.equal(each, logits[0]) for each in logits)
+
+
+def test_no_call_captures_its_prompt_and_its_steps():
+    steps = (4, 9, 3, ""), (2, 9, 3, ""), (2, 9, 3, "captured")
+    with first() as pair:
+        for *call, prompt in (*steps, (1, 90, 1, ""), (1, 90, 1, "captured")):
+            assert pair.same(*call).prompt == prompt, call
+
+
+def test_a_prompt_without_a_graph_records_the_second_size(counted):
+    """Not the one that records the first."""
+    found = []
+    with first() as pair:
+        for length in (9, 40, 90, 150):
+            counted.clear()
+            pair.same(2, length, 1)
+            found.append(counted["record"])
+    assert found == [1, 0, 1, 0]
 
 
 def test_own_code_is_watched_once_over_any_pages(monkeypatch):

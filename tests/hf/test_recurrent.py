@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import attnops
 from attnops.hf import tiny
-from attnops.hf.models import recurrent
+from attnops.hf.models import delta
 
 REFERENCES = dict.fromkeys(("gated_delta_rule", "causal_conv1d"), "reference")
 NAMES = ("qwen3_next", "qwen3_5")
@@ -29,7 +29,7 @@ def called():
         lengths.append(more["max_seqlen_q"])
         return attnops.ops.gated_delta_rule(*args, **more)
 
-    with replaced.object(recurrent, "gated_delta_rule", run):
+    with replaced.object(delta, "gated_delta_rule", run):
         yield lengths
 
 

@@ -51,6 +51,7 @@ SIZES: dict[str, dict[str, int]] = {
     "linear": MIXTURE,
     "rms_norm": {"In": 8},
     "gated_delta_rule": {"Hk": 2, "Hv": 4, "Dk": 8, "Dv": 6},
+    "mamba2_scan": {"Hk": 2, "Hv": 4, "Dk": 8, "Dv": 6},
     "causal_conv1d": {"C": 4, "W": 3},
     "request_starts": {"S": 3},
     "token_rows": {"starts": 3},

@@ -232,6 +232,7 @@ LEAST = {
     "rms_norm": "In",
     "gated_delta_rule": "Hk Hv Dk Dv",
     "gated_delta_rule_backward": "Hk Hv Dk Dv",
+    "mamba2_scan": "Hk Hv Dk Dv",
     "causal_conv1d": "C W",
     "causal_conv1d_backward": "C W",
     "route": "E K",
@@ -518,8 +519,13 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
         (
             {"value": f(3, 3, 6), "decay": f(3, 3), "beta": f(3, 3), "state": f(2, 3, 8, 6)}
             | {"output": f(3, 3, 6)},
-            "value.shape[1]: got 3, want a multiple of the key's 2 heads",
+            "value.shape[1]: got 3, want a multiple of 2 (Hk, as query.shape[1])",
         ),
+    ],
+    "mamba2_scan": [
+        ({"x": f(3, 24)}, "x: got shape (3, 24), want [T, Hv, Dv]"),
+        ({"dt_min": -1.0}, "dt_min: got -1.0, want >= 0"),
+        ({"dt_max": float("inf")}, "dt_max: got inf, want a finite number >= 0"),
     ],
     "causal_conv1d": [
         ({"x": f(12)}, "x: got shape (12,), want [T, C]"),

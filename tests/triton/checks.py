@@ -21,6 +21,7 @@ MAY_REFUSE = {
     "rms_norm": {"in_features", "last_dim_contiguous"},
     "route": {"experts", "top_k"},
     "gated_delta_rule": {"last_dim_contiguous"},
+    "mamba2_scan": {"last_dim_contiguous"},
 }
 """Beside dtypes."""
 

@@ -8,6 +8,7 @@ import torch
 
 from attnops.ops.case_data import BF16, E4M3, F16, F32, INT8
 from attnops.ops.latent.cases import DEEPSEEK
+from attnops.ops.recurrent.cases import STEPS
 from attnops.testing import Features, Source, gradient_call, make_call
 from tests.triton.compiling import (
     MEMORY,
@@ -174,6 +175,16 @@ def test_merge():
         for op, shape in (("merge_state", (64, 32, 128)), ("merge_states", (64, 5, 32, 128))):
             [(kernel, given)] = launched(make_call(op, Source(), shape, dtype), 90)
             built(90, kernel, given, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@compiled
+def test_scan(tokens):
+    """Of a Granite 4."""
+    call = make_call("mamba2_scan", Source(), (tokens,), 1, 8, 128, 64, BF16, STEPS, padding=0)
+    [(kernel, given)] = launched(call, 90, "scan")
+    binary = built(90, kernel, given, BF16, 64)
+    assert ("wgmma" in binary.asm["ptx"]) == (tokens > 1)
 
 
 # The call, and the bytes of registers that may spill on SM90. Without these tiles, a thousand of

@@ -74,6 +74,12 @@ CALLS = {
             "gated_delta_rule", Source(4), (70, 1, 3, 64), 1, 2, 32, 16, F16, normalize=True
         ),
     ),
+    "scan": (
+        REQUESTS,
+        lambda: make_call(
+            "mamba2_scan", Source(4), (70, 1, 3, 64), 1, 4, 128, 64, F16, dt_softplus=True
+        ),
+    ),
     "conv": (REQUESTS, lambda: make_call("causal_conv1d", Source(4), (40, 1, 3, 17), 9, 4, BF16)),
     "route": (
         [(t,) for t in range(9)],

@@ -191,16 +191,18 @@ def _area(sizes: Sizes) -> int:
 
 
 def _rounded(sizes: Sizes) -> Sizes:
-    """With the length rounded up, so that a conversation whose text grows, or a call of another
-    length, seldom needs other pages: to `FEW` tokens on a GPU with much memory, and by at most an
-    eighth above that."""
-    step = 1 << max((sizes.length - 1).bit_length() - 4, 0)
+    """With rows and length rounded up, so that a larger batch, a conversation whose text grows, or
+    a call of another length seldom needs other pages: on a GPU with much memory the rows to a power
+    of two and the length to `FEW` tokens, and above that the length by at most an eighth."""
+    rows, step = sizes.rows, 1 << max((sizes.length - 1).bit_length() - 4, 0)
     length = -(-sizes.length // step) * step
     memory = gpu_bytes(sizes.device)
     if isfinite(memory):
-        room = int(memory / SMALL) // (sizes.rows * sum(map(_token_bytes, sizes.layers)))
-        length = max(length, min(FEW, room // STEP * STEP))
-    return sizes._replace(length=length)
+        tokens = int(memory / SMALL) // sum(map(_token_bytes, sizes.layers))
+        more = 1 << (rows - 1).bit_length()
+        rows = more if more * length <= tokens else rows
+        length = max(length, min(FEW, tokens // rows // STEP * STEP))
+    return sizes._replace(rows=rows, length=length)
 
 
 def _token_bytes(layer: Problem) -> int:

@@ -40,6 +40,7 @@ from attnops.hf.cache.meanwhile import Meanwhile, uncompiled
 from attnops.hf.cache.names import NAME
 from attnops.hf.cache.page_sizes import Sizes, room_of
 from attnops.hf.cache.step_plans import Held, Kind, StepPlans, is_asked, mean_plan_us
+from attnops.hf.models.states import AllStates
 from attnops.kernels.shared.memory import COUNTERS
 from attnops.ops import slot_mapping
 from attnops.ops.pages.plan import over_latents, step_of
@@ -89,6 +90,7 @@ class ModelPages(Pages):
     captured: did the caller capture a step? The pages do not see its replays, so each planned step
         reads the lengths from the device.
     counters: the tensors that a step writes besides keys, values and latents.
+    states: of the layers with states.
     """
 
     def __init__(self, sizes: Sizes, page_size: int | None = None) -> None:
@@ -131,12 +133,13 @@ class ModelPages(Pages):
             self.most = torch.full((), length, dtype=torch.int64, device=sizes.device)
             self.pad = torch.full((rows,), EMPTY, dtype=torch.int64, device=sizes.device)
             self.positions = torch.arange(length, device=sizes.device)
+            self.states = AllStates(sizes.states, rows, sizes.device)
         self.counters = self.seen, self.pad, self.high
         # Slices of one allocation are not known to the allocator.
         pages = [each for alike in self.allocations for each in alike.whole]
         scratch = () if self.workspace is None else (self.workspace,)
         small = *self.tables, self.seq_lens, *self.counters, self.most, self.positions
-        self.stream = LastStream(sizes.device, (*pages, *scratch, *small))
+        self.stream = LastStream(sizes.device, (*pages, *scratch, *small, *self.states.tensors))
         self.use()
         self.plans()
         fix_address(self.seen, self.high, self.most)
@@ -355,7 +358,7 @@ class ModelPages(Pages):
         plans = filter(None, tuple(self.known_plans.values()))
         scratch = (each.nbytes for made in plans for each in made.workspaces)
         whole = (each.nbytes for alike in self.allocations for each in alike.whole)
-        return self._room + sum(whole) + sum(scratch)
+        return self._room + sum(whole) + sum(scratch) + self.states.nbytes
 
     def use(self) -> None:
         """Let work to come on the current stream follow the work so far on the pages.

@@ -9,6 +9,7 @@ import torch
 from attnops.cache.latent import columns_of
 from attnops.cache.ledger import Layer, Room
 from attnops.core.problem import Problem
+from attnops.hf.models.states import StateSizes
 from attnops.ops.pages.plan import over_latents
 
 # New tokens of a row that a sliding layer has room for beside the window, where no more are asked
@@ -31,6 +32,7 @@ class Sizes(NamedTuple):
     taken back. A longer step attends to
         copies of the window.
     fixed: graphs are captured over the pages, so the compiler need not know of other sizes.
+    states: of the layers with states beside pages.
     """
 
     rows: int
@@ -40,6 +42,7 @@ class Sizes(NamedTuple):
     kernel: str | None
     drafts: int = DRAFTS
     fixed: bool = False
+    states: tuple[StateSizes, ...] = ()
 
 
 def room_of(sizes: Sizes, page_size: int) -> Room:

@@ -13,34 +13,25 @@ stored: the token of row b at position p of the padded batch is token `p - pad[b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.planner import Planner
 from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import FakeTensor, capturing, count_dispatch_modes
-from attnops.core.record import need
 from attnops.core.select import _ACTIVE
 from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.meanwhile import Meanwhile
 from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
 from attnops.hf.cache.step_plans import StepPlans
-
-# transformers 5.15 has no layers without a cache.
-_NOTHING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+from attnops.hf.models.states import OfStates, StateLayer, States
 
 
 class Behind(NamedTuple):
@@ -78,7 +69,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class View:
+class View(OfStates):
     """One layer's part of a step: its pages and window, its page table's batch and past, and is the
     cache fresh, as in `Step`?
 
@@ -88,6 +79,7 @@ class View:
     `decode_attention`?
     packed: are the tokens of all requests in one row, one request after the other?
     meanwhile: the kernels that this step takes; None: they are chosen.
+    states: those of the layer, of the requests of `batch`; None for a layer without.
     """
 
     pages: tuple[Tensor, ...]
@@ -99,6 +91,7 @@ class View:
     one_launch: bool = False
     packed: bool = False
     meanwhile: Meanwhile | None = None
+    states: States | None = None
     last_layer: ClassVar[int | None] = None
     """The step notes the writes in the cache when its layers return."""
 
@@ -179,6 +172,7 @@ class State:
     before: positions before the step under way, where it counts as seen before its masks are made.
     ahead: the batches of coming steps of one token, where the host may look at their numbers.
     waits: the model's own layers run its steps for now, while kernels of graphs are being compiled.
+    moved: layers with states that tokens have reached.
     early: a prompt that runs on a stream of its own (`hf.steps.early`). Other work does not wait
         for it: it reads counters, which the prompt leaves alone.
     start, real: set while a step in graphs, of one token each, is traced or captured (see
@@ -197,6 +191,8 @@ class State:
     ahead: Ahead | None = None
     waits: bool = False
     early: Any = None
+    moved: set[int] = field(default_factory=set)
+    name: ClassVar[str] = cache_names.NAME
 
     @property
     def whole(self) -> bool:
@@ -225,6 +221,7 @@ class State:
     def clear(self) -> None:
         """Forget every token."""
         self.pages.clear()
+        self.moved.clear()
         self.end_step()
         self.filled = False
 
@@ -318,6 +315,20 @@ class PagedLayer(CacheLayerMixin):
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
+class PagedStateLayer(PagedLayer, StateLayer):
+    """A layer with pages that keeps a state, too."""
+
+    is_croppable = False
+
+    def __init__(self, state: State, first: bool, number: int, place: int) -> None:
+        PagedLayer.__init__(self, state, first)
+        StateLayer.__init__(self, state, number, place)
+
+    def crop(self, tokens_to_remove: Any) -> None:
+        """Raises RuntimeError, as `StateLayer.crop`."""
+        StateLayer.crop(self, tokens_to_remove)
+
+
 class PagedModelCache(Cache):
     """A batch in pages, the cache of a model patched with `cache="paged"`. Made by
     `Patched.new_cache`.
@@ -337,21 +348,32 @@ class PagedModelCache(Cache):
         paged_layers: Sequence[int],
         others: Callable[[], dict[int, Any]],
         filled: bool = False,
+        states: Sequence[int] = (),
     ) -> None:
         """A cache over `pages`, for the layers of these numbers, which rise.
 
         others: makes the caches of the other layers, by number.
+        states: the layers whose states are beside the pages.
         filled: the pages keep their tokens.
         """
         self.state = State(pages, filled=filled)
         if not filled:
             pages.clear()
         self.numbers = {layer: number for number, layer in enumerate(paged_layers)}
+        self.states = {layer: place for place, layer in enumerate(states)}
+        if filled:
+            self.state.moved.update(states)
         self.first_layer, self.last_layer = paged_layers[0], paged_layers[-1]
         self._others, rest = others, others()
+        rest |= {n: self._with_state(n, place) for n, place in self.states.items()}
         first, later = PagedLayer(self.state, first=True), PagedLayer(self.state, first=False)
-        of_layer = {**dict.fromkeys(paged_layers, later), **rest, self.first_layer: first}
+        of_layer = {**dict.fromkeys(paged_layers, later), self.first_layer: first, **rest}
         super().__init__(layers=[of_layer[number] for number in sorted(of_layer)])
+
+    def _with_state(self, number: int, place: int) -> StateLayer:
+        if number not in self.numbers:
+            return StateLayer(self.state, number, place)
+        return PagedStateLayer(self.state, number == self.first_layer, number, place)
 
     def __bool__(self) -> bool:
         """Are there tokens? Phi-3 drops the cache of a long text that does not have them yet, as an
@@ -373,9 +395,10 @@ class PagedModelCache(Cache):
         attention that cannot go back raise transformers' own RuntimeError.
         """
         left = self.state.left(tokens_to_remove)
-        others: list[Any] = [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
-        for layer in others:
-            layer.crop(tokens_to_remove)
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if isinstance(layer, StateLayer) or not isinstance(layer, PagedLayer):
+                layer.crop(tokens_to_remove)
         self.state.keep(left)
 
     @property
@@ -598,33 +621,3 @@ class PagedLatentCache(PagedModelCache):
 
 class PagedKeyCache(PagedModelCache):
     """A `PagedModelCache` of keys and values."""
-
-
-def layers_without_pages(config: Any, paged_layers: Sequence[int]) -> dict[int, Any]:
-    """New caches, by number, of the layers without pages: states of linear attention and
-    convolutions, as transformers keeps them, and nothing for a layer of experts alone.
-
-    Raises InvalidInput for a layer that keeps keys and values, which would need pages.
-    """
-    count = max(max(paged_layers) + 1, len(getattr(config, "layer_types", None) or ()))
-    if len(paged_layers) == count:
-        return {}
-    missing = sorted({*range(count)}.difference(paged_layers))
-    made: list[Any] = DynamicCache(config=config).layers
-    for i in missing:
-        own = made[i] if i < len(made) else None
-        fits = has_states(own) or isinstance(own, _NOTHING)
-        need(
-            fits,
-            f"cache of layer {i}",
-            type(own).__name__,
-            "one of pages, or the states of linear attention",
-        )
-    return {i: made[i] for i in missing}
-
-
-def has_states(layer: Any) -> bool:
-    """Does a layer of a cache keep states of linear attention, and no keys?"""
-    return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(
-        layer, CacheLayerMixin
-    )

@@ -28,6 +28,7 @@ from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.models.attention_modules import Match, Site
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
+from attnops.hf.models.states import StateSizes
 from attnops.hf.private import PREPARE, changed
 from attnops.nn.latent import absorbed_weights
 from attnops.ops.pages.plan import paged_layers
@@ -299,9 +300,13 @@ def refuse_blocks(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     need(not mixed, "token_type_ids", f"a kind for each token of {type(model).__name__}", want)
 
 
-def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...]:
+def windows_of(
+    owner: Any, config: Any, layers: Sequence[int], states: bool = False
+) -> tuple[int, ...]:
     """For each of `layers` the tokens that a query sees, its own included; 0: all. They follow from
     transformers' own cache of the model.
+
+    states: may a layer with keys keep a state, too?
 
     Raises PatchError for keys that pages cannot hold: shared between layers, chunked, indexed,
     compressed.
@@ -321,9 +326,10 @@ def windows_of(owner: Any, config: Any, layers: Sequence[int]) -> tuple[int, ...
         own = made[layer] if layer < len(made) else None
         kind = type(own).__name__
         got = f"layer {layer} ({type(own).__name__}) of {name}, which pages here cannot hold"
-        held = kind in ("DynamicLayer", "DynamicSlidingWindowLayer") and isinstance(
-            own, CacheLayerMixin
-        )
+        kinds_held = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+        if states:
+            kinds_held.add("LinearAttentionAndFullAttentionLayer")
+        held = kind in kinds_held and isinstance(own, CacheLayerMixin)
         refuse_unless(
             held, f"got {got}; want plain keys and values, all or those of a sliding window"
         )
@@ -355,10 +361,14 @@ _PROBING = threading.Lock()
 
 @torch.no_grad()
 def probe(
-    owner: Any, config: Any, windows: Mapping[Any, int], like: torch.dtype
-) -> tuple[Problem, ...]:
-    """The sizes of the keys and values of each module, given its window, from one step of one token
-    over a cache of transformers' own.
+    owner: Any,
+    config: Any,
+    windows: Mapping[Any, int],
+    like: torch.dtype,
+    states: Sequence[int] = (),
+) -> tuple[tuple[Problem, ...], tuple[StateSizes, ...]]:
+    """The sizes of the keys and values of each module, given its window, and of the states of these
+    layers, from one step of one token over a cache of transformers' own.
 
     No attribute gives them for all models, nor for a model whose heads are spread over several
     GPUs. Raises InvalidInput when a layer keeps no keys and values.
@@ -396,4 +406,12 @@ def probe(
         seen = (window - 1 if window else -1, -1)
         sizes = heads, key.shape[1], key.shape[3], 0, like, value.shape[3]
         found.append(paged_layers(*sizes, window=seen, softcap=capped, sinks=dtype))
-    return tuple(found)
+    return tuple(found), tuple(_states_of(cache, layer) for layer in states)
+
+
+def _states_of(cache: DynamicCache, layer: int) -> StateSizes:
+    kept: Any = cache.layers[layer]
+    conv, state = kept.conv_states[0], kept.recurrent_states[0]
+    if state is None:  # of a convolution alone
+        state = conv.new_empty(1, 0)
+    return StateSizes(conv.shape[1:], conv.dtype, state.shape[1:], state.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from attnops.hf.cache.model_pages import EMPTY
+from attnops.hf.cache.other_layers import keeps_states
 from attnops.hf.cache.paged_cache import PagedModelCache
 
 TOGETHER = 2**28
@@ -32,7 +33,7 @@ def unpaged(cache: PagedModelCache, config: Any) -> DynamicCache:
     """A copy of the tokens of all rows that the last step had, with zeros for padding. The host
     waits for the device.
 
-    config: of the text model. Layers without pages are not copied. Raises torch.OutOfMemoryError.
+    config: of the text model. Raises torch.OutOfMemoryError.
     """
     pages, made = cache.state.pages, DynamicCache(config=config)
     pages.use()
@@ -55,6 +56,11 @@ def unpaged(cache: PagedModelCache, config: Any) -> DynamicCache:
         copies = (_copies(x, runs, sizes, padded) for x in kept)
         for number, keys, values in zip(numbers, *copies, strict=True):
             _fill(made.layers[layers[number]], keys, values, length, begun)
+    for layer, place in cache.states.items():
+        own: Any = made.layers[layer]
+        conv, state = (t[: len(padding)] for t in pages.states.layers[place])
+        own.update_conv_state(conv)
+        own.update_recurrent_state(state)
     return made
 
 
@@ -99,7 +105,7 @@ def _copies(
 def _fill(own: Any, keys: Tensor, values: Tensor, length: int, begun: dict[Any, Any]) -> None:
     """Give a layer of the cache its tokens. begun: layers that have theirs, by their kind."""
     kind = type(own), getattr(own, "sliding_window", 0)
-    if kind in begun:
+    if kind in begun and not keeps_states(own):
         # It takes longer to initialise them one by one, and for a window the host waits.
         vars(own).update(vars(begun[kind]))
     else:

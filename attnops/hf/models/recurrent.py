@@ -1,9 +1,8 @@
-"""The linear attention of transformers models through `attnops.ops.gated_delta_rule` and
-`attnops.ops.causal_conv1d` where a kernel of attnops is chosen, without gradients; all other calls
-are transformers' own.
+"""The layers with states of transformers models through the ops of `attnops.ops.recurrent` where a
+kernel of attnops is chosen, without gradients; all other calls are transformers' own.
 
 A module becomes an object of a subclass of its class, as routers do. Its forward is that of the
-class with other functions in place of four that the code of its file calls by name. Each has the
+class with other functions in place of those that the code of its file calls by name. Each has the
 signature of the one that it replaces, was compared with it, and hands calls on that it leaves.
 """
 
@@ -12,28 +11,65 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from transformers.cache_utils import Cache
 
 from attnops.core.private_torch import tracing
-from attnops.core.select import active_policy, use
+from attnops.core.select import use
 from attnops.core.tracers import is_recorded
-from attnops.hf.models.chosen import Sizes, is_ours, kernel_now
+from attnops.hf.models import convolutions, delta, scans
+from attnops.hf.models.chosen import Sizes, kernel_now
 from attnops.hf.models.methods import is_replaced
+from attnops.hf.models.states import OfStates, StateLayer
 from attnops.hf.models.trial import Site, Trial, alone, answer, left_alone
 from attnops.nn.class_swap import Swap, subclass
-from attnops.ops.recurrent.conv import causal_conv1d
-from attnops.ops.recurrent.record import gated_delta_rule
 
 Function = Callable[..., Any]
 _MARK = "_attnops_recurrent"
-SIZES = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim", "conv1d")
-"""Attributes of a module that the report reads."""
+
+
+class Family(NamedTuple):
+    """Modules whose states one op moves.
+
+    op: beside the convolution; "" for none. ours: makes what takes the place of the functions of
+    the op, by name; a module of the family calls all of them. over: makes those of a step in a
+    graph. attributes: that the report reads. sizes: of the op of a module.
+    """
+
+    op: str
+    ours: Mapping[str, Callable[[Function], Function]]
+    over: Callable[[Any], dict[str, Function]]
+    attributes: tuple[str, ...]
+    sizes: Callable[[Any], Sizes]
+
+
+FAMILIES = (
+    Family("gated_delta_rule", delta.OURS, delta.over, delta.ATTRIBUTES, delta.sizes_of),
+    Family("mamba2_scan", scans.OURS, scans.over, scans.ATTRIBUTES, scans.sizes_of),
+    Family("", {}, lambda view: {}, (), lambda module: ()),
+)
+OURS = {**delta.OURS, **scans.OURS, **convolutions.OURS}
+_INPUTS = {name: of.inputs for of in (delta, scans, convolutions) for name in of.OURS}
+
+
+OPS = ("causal_conv1d", *(each.op for each in FAMILIES if each.op))
+
+
+def _family(code: Any) -> Family:
+    """That of a module with this forward, by the functions that it calls. The last one has
+    convolutions alone."""
+    called = set(code.__code__.co_names)
+    return next(each for each in FAMILIES if not each.ours or each.ours.keys() & called)
+
+
+def _family_of(module: nn.Module) -> Family:
+    return _family(inspect.unwrap(type(module).forward))
 
 
 class Recurrent:
@@ -42,7 +78,7 @@ class Recurrent:
     def __init__(self, model: nn.Module) -> None:
         self.sites = tuple(sites(model))
         taken = (site.module for site in self.sites if not site.found)
-        self._swaps = [Swap(module, served, attributes={_MARK: True}) for module in taken]
+        self._swaps = [Swap(m, served, attributes={_MARK: _family_of(m).op}) for m in taken]
 
     def undo(self) -> None:
         """Give the modules back as they were, see `Swap.undo`."""
@@ -61,12 +97,12 @@ class Recurrent:
 
 
 def _kernels(module: Any) -> str:
-    """What runs a module now: the kernels of its two ops, as `gated_delta_rule.triton`, or
+    """What runs a module now: the kernels of its ops, as `gated_delta_rule.triton`, or
     transformers."""
-    weight = module.conv1d.weight
-    heads = (("q_heads", module.num_v_heads), ("kv_heads", module.num_k_heads))
-    dims = (("head_dim", module.head_k_dim), ("v_head_dim", module.head_v_dim))
-    ops = {"gated_delta_rule": heads + dims, "causal_conv1d": (("in_features", weight.shape[0]),)}
+    family = next(each for each in FAMILIES if each.op == vars(module)[_MARK])
+    weight = _conv_of(module).weight
+    ops: dict[str, Sizes] = {family.op: family.sizes(module)} if family.op else {}
+    ops["causal_conv1d"] = (("in_features", weight.shape[0]),)
     names = {op: kernel_now(op, weight.device, weight.dtype, sizes) for op, sizes in ops.items()}
     ours = [f"{op}.{name}" for op, name in names.items() if name]
     if not ours:
@@ -75,17 +111,39 @@ def _kernels(module: Any) -> str:
     return f"{' and '.join(ours)} {when}"
 
 
+def _conv_of(module: nn.Module) -> Any:
+    """The convolution of a module; None without one."""
+    return next((m for m in module.children() if isinstance(m, nn.Conv1d)), None)
+
+
 @functools.cache
 def served(cls: Any) -> type:
     """A subclass of the module `cls` with its name. Its objects can be copied and pickled."""
     ours = rebound(cls.forward, _replacements(cls))
+    of_op = _family(inspect.unwrap(cls.forward)).over
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = _cache_in((*args, *kwargs.values()))
+        if isinstance(cache, OfStates):
+            run = rebound(cls.forward, {**of_op(cache), **convolutions.over(cache)})
+            return run(self, hidden_states, *args, **kwargs)
+        if cache is not None:
+            _note_rows(cache.layers[self.layer_idx], hidden_states)
         stock = torch.is_grad_enabled() or is_dynamo_compiling() or is_recorded() or tracing()
         run = cls.forward if stock or _MARK not in vars(self) else ours
-        return run(self, *args, **kwargs)
+        return run(self, hidden_states, *args, **kwargs)
 
     return subclass(cls, {"forward": forward}, (served, cls))
+
+
+def _cache_in(given: Iterable[Any]) -> Any:
+    """The cache among a module's arguments, or its part of a step; None without one."""
+    return next((x for x in given if isinstance(x, (Cache, OfStates))), None)
+
+
+def _note_rows(layer: Any, hidden_states: Tensor) -> None:
+    if isinstance(layer, StateLayer):
+        layer.rows = hidden_states.shape[0]
 
 
 def rebound(function: Function, names: Mapping[str, Function]) -> Function:
@@ -116,141 +174,23 @@ def can_be_rebound(function: Function) -> bool:
 # The functions ------------------------------------------------------------------------------------
 
 
-def _is_served(op: str, x: Tensor, sizes: Sizes, asks: tuple[str, ...] = ()) -> bool:
-    if type(x) is not Tensor or torch.is_autocast_enabled(x.device.type) or not x.numel():
-        return False
-    policy = active_policy()
-    return bool(is_ours(op, policy, x.device, x.dtype, None, sizes, asks))
-
-
-def _starts(x: Tensor, rows: int, tokens: int) -> Tensor:
-    """int32 `[rows + 1]`, of requests of as many tokens."""
-    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
-
-
-def _rule(own: Function) -> Function:
-    """In place of `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`."""
-
-    @functools.wraps(own)
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Tensor | None = None,
-        **more: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        (rows, tokens, heads, dv), (groups, dk) = value.shape, key.shape[2:]
-        sizes = (("q_heads", heads), ("kv_heads", groups), ("head_dim", dk), ("v_head_dim", dv))
-        like = query.dtype == key.dtype == value.dtype
-        if cu_seqlens is not None or not (like and _is_served("gated_delta_rule", query, sizes)):
-            given = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
-            names = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-            more |= dict(zip(names, given, strict=True)) | {"cu_seqlens": cu_seqlens}
-            result: tuple[Tensor, Tensor | None] = own(query, key, value, g=g, beta=beta, **more)
-            return result
-        if initial_state is None:
-            state = value.new_zeros((rows, heads, dk, dv), dtype=torch.float32)
-        else:
-            state = initial_state.to(torch.float32, copy=True)
-        q, k, v, decay, b = (x.flatten(0, 1) for x in (query, key, value, g.float(), beta))
-        output = gated_delta_rule(
-            q,
-            k,
-            v,
-            decay,
-            b,
-            state,
-            _starts(value, rows, tokens),
-            max_seqlen_q=tokens,
-            normalize=use_qk_l2norm_in_kernel,
-            padded=False,
-        )
-        return output.view(value.shape), state if output_final_state else None
-
-    return run
-
-
-def _convolved(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor | None:
-    """The convolution of `x` `[B, C, tokens]`; None where transformers' own serves it."""
-    asks = (*(("bias",) if bias is not None else ()), *(("activation",) if activation else ()))
-    kept = activation in (None, "silu") and x.dtype == weight.dtype == state.dtype
-    if not (kept and _is_served("causal_conv1d", x, (("in_features", x.shape[1]),), asks)):
-        return None
-    rows, channels, tokens = x.shape
-    output = causal_conv1d(
-        x.transpose(1, 2).reshape(rows * tokens, channels),
-        weight,
-        state,
-        _starts(x, rows, tokens),
-        bias,
-        max_seqlen_q=tokens,
-        activation=activation or "",
-        padded=False,
-    )
-    return output.view(rows, tokens, channels).transpose(1, 2)
-
-
-def _conv(own: Function) -> Function:
-    """In place of `causal_conv1d_fn`."""
-
-    @functools.wraps(own)
-    def run(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **more: Any,
-    ) -> Tensor:
-        x = hidden_states
-        state = x.new_zeros((*x.shape[:2], weight.shape[1] - 1))
-        found = None if "seq_idx" in more else _convolved(x, state, weight, bias, activation)
-        if found is None:
-            found = own(x, weight, bias, activation, **more)
-        return found
-
-    return run
-
-
-def _conv_update(own: Function) -> Function:
-    """In place of `causal_conv1d_update`."""
-
-    @functools.wraps(own)
-    def run(
-        hidden_states: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-    ) -> Tensor:
-        found = None
-        if conv_state.is_contiguous() and conv_state.shape[2] >= weight.shape[1] - 1:
-            found = _convolved(hidden_states, conv_state, weight, bias, activation)
-        if found is None:
-            found = own(hidden_states, conv_state, weight, bias, activation)
-        return found
-
-    return run
-
-
-OURS: Mapping[str, Callable[[Function], Function]] = {
-    "torch_chunk_gated_delta_rule": _rule,
-    "torch_recurrent_gated_delta_rule": _rule,
-    "causal_conv1d_fn": _conv,
-    "causal_conv1d_update": _conv_update,
-}
-"""By the name in transformers' files."""
-
-
 def _replacements(cls: Any) -> dict[str, Function]:
-    known = inspect.unwrap(cls.forward).__globals__
-    return {name: make(known[name]) for name, make in OURS.items()}
+    """The functions of calls outside of graphs: a package that is installed keeps those that it
+    serves."""
+    code: Any = inspect.unwrap(cls.forward)
+    own = {name: code.__globals__[name] for name in _called(code)}
+    return {n: run if _of_package(run) else OURS[n](run) for n, run in own.items()}
+
+
+def _called(code: Any) -> tuple[str, ...]:
+    """The functions of OURS that a module of this forward calls, or should."""
+    return (*_family(code).ours, *convolutions.OURS)
+
+
+def _of_package(own: Function) -> bool:
+    """Does another package serve a function of transformers'?"""
+    plain = inspect.unwrap(own)
+    return inspect.getclosurevars(own).nonlocals.get("implementation", plain) is not plain
 
 
 # Recognition --------------------------------------------------------------------------------------
@@ -265,6 +205,22 @@ def sites(model: nn.Module) -> Iterator[Site[str]]:
             yield Site(module, _against(module, code))
 
 
+def against_states(model: nn.Module, numbers: Sequence[int], mode: str, latents: bool) -> str:
+    """Why steps of these layers, which keep states, cannot be in graphs of a mode; "" where they
+    can. latents: do other layers keep latents?"""
+    if mode == "piecewise" or latents:
+        of = "compiled steps" if mode == "piecewise" else "a cache of latents"
+        return f"whose layers {list(numbers)} have states, which {of} cannot have"
+    ours = (module for module in model.modules() if _MARK in vars(module))
+    taken = {getattr(module, "layer_idx", None) for module in ours}
+    found = {getattr(site.module, "layer_idx", None): site.found for site in sites(model)}
+    for number in numbers:
+        why = found.get(number, "no op of attnops computes them")
+        if why and number not in taken:
+            return f"whose layers {list(numbers)} have states that move: {why}"
+    return ""
+
+
 def _against(module: nn.Module, code: Any) -> str:
     if _MARK in vars(module):
         return "another patch has taken them over"
@@ -272,11 +228,13 @@ def _against(module: nn.Module, code: Any) -> str:
         return "their forward is replaced on the module itself, or compiled"
     if not can_be_rebound(type(module).forward):
         return f"the forward of {type(module).__name__} has decorators that are not known"
-    if odd := [name for name in SIZES if not hasattr(module, name)]:
-        return f"{type(module).__name__} has no {odd[0]}"
-    functions = {name: code.__globals__.get(name) for name in OURS}
-    if not OURS.keys() <= set(code.__code__.co_names) or not all(map(callable, functions.values())):
-        return f"{type(module).__name__} does not call all of {', '.join(OURS)}"
+    odd = [name for name in _family(code).attributes if not hasattr(module, name)]
+    if odd or _conv_of(module) is None:
+        return f"{type(module).__name__} has no {(*odd, 'convolution')[0]}"
+    called = _called(code)
+    functions = {name: code.__globals__.get(name) for name in called}
+    if not {*called} <= {*code.__code__.co_names} or not all(map(callable, functions.values())):
+        return f"{type(module).__name__} does not call all of {', '.join(called)}"
     for name, own in functions.items():
         if not _is_like(name, own):
             return f"{name} is not transformers' own code, or computes something else than the op"
@@ -287,11 +245,9 @@ def _against(module: nn.Module, code: Any) -> str:
 def _is_like(name: str, own: Function) -> bool:
     """Is the function transformers' torch code, and gives the op the same on a CPU?"""
     plain = inspect.unwrap(own)
-    if inspect.getclosurevars(own).nonlocals.get("implementation", plain) is not plain:
-        return False  # a package that is installed serves it
     with alone(), torch.autocast("cpu", enabled=False):
         trial = Trial(name, _tried(plain, name))
-        with use(dict.fromkeys(("gated_delta_rule", "causal_conv1d"), "reference")):
+        with use(dict.fromkeys(OPS, "reference")):
             got = _tried(OURS[name](plain), name)
         return bool(got) and all(
             n in trial.want and trial.is_met(n, x, 1e-4, 1e-5) for n, x in got.items()
@@ -300,40 +256,9 @@ def _is_like(name: str, own: Function) -> bool:
 
 def _tried(function: Function, name: str) -> dict[str, Tensor]:
     """What the function gives and changes, of a few numbers; nothing where it raises."""
-    given = _rule_inputs() if OURS[name] is _rule else _conv_inputs(name)
+    given = _INPUTS[name](name)
     found = answer(functools.partial(function, **given))
     results = found if isinstance(found, tuple) else (found,)
-    written = given.get("conv_state")
+    written = given.get("conv_state", given.get("state"))
     both = (*results, *(() if written is None else (written,)))
     return {str(i): x for i, x in enumerate(both) if isinstance(x, Tensor)}
-
-
-def _numbers(*shape: int) -> Tensor:
-    count = torch.Size(shape).numel()
-    return torch.sin(torch.arange(1.0, count + 1).square() * 0.37).view(shape)
-
-
-def _rule_inputs() -> dict[str, Any]:
-    """More tokens than a chunk has, and a state."""
-    rows, tokens, heads = 2, 70, 2
-    return {
-        "query": _numbers(rows, tokens, heads, 8),
-        "key": _numbers(rows, tokens, heads, 8).cos(),
-        "value": _numbers(rows, tokens, heads, 6),
-        "g": -_numbers(rows, tokens, heads).abs(),
-        "beta": _numbers(rows, tokens, heads).sigmoid(),
-        "initial_state": _numbers(rows, heads, 8, 6),
-        "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True,
-    }
-
-
-def _conv_inputs(name: str) -> dict[str, Any]:
-    updates = name == "causal_conv1d_update"
-    return {
-        "hidden_states": _numbers(2, 5, 1 if updates else 7),
-        **({"conv_state": _numbers(2, 5, 4).cos()} if updates else {}),
-        "weight": _numbers(5, 4),
-        "bias": _numbers(5),
-        "activation": "silu",
-    }

@@ -22,6 +22,7 @@ from attnops.graphs.capturing import chain_of
 from attnops.hf.cache.idle_pages import gpu_bytes
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.paged_cache import PagedModelCache
+from attnops.hf.generation import running_generation
 from attnops.hf.steps.calls import Kind
 from attnops.kernels.shared.launch.beside import BESIDE
 
@@ -81,6 +82,7 @@ class Over:
     live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran,
     by bucket.
     counted: buckets that `grew` has seen.
+    steps_first: have steps of the same call no graph yet? Chunks get theirs a call later.
     building: what captures wait for, once they were begun: by bucket of steps, and by `_of_chunks`.
     """
 
@@ -90,6 +92,7 @@ class Over:
     live: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     seen: Counter[Any] = field(default_factory=Counter)
     counted: int = 0
+    steps_first: bool = False
     building: dict[Any, Building] = field(default_factory=dict)
 
     def grew(self) -> bool:
@@ -182,6 +185,15 @@ class Kept(NamedTuple):
         """Free the graphs over these pages of this mode, if there are any."""
         if (pages, mode) in self.over:
             self.over.pop((pages, mode)).graphed.free()
+
+    def await_steps(self, pages: ModelPages, rows: int, columns: int) -> bool:
+        """Will a `generate()` make steps after a prompt of this shape that have no graph over these
+        pages yet?"""
+        running = running_generation()
+        if running is None or running.asked is None or running.asked.length <= columns:
+            return False
+        steps = [each for (own, _), each in self.over.items() if own is pages and each.live.numel()]
+        return not any(each.captured("decode", rows, rows) for each in steps)
 
     @property
     def compiled(self) -> bool:
@@ -367,6 +379,14 @@ def cannot_compile(failures: Failures[Failed], state: int | None) -> bool:
     return any(
         kind.mode == "piecewise" and kind.state in (None, state) for kind in failures.lasting
     )
+
+
+def why_steps(failures: Failures[Failed], state: int | None, kind: str) -> str:
+    """Why steps of a kind, of a state of the model, have no graphs, or none that are compiled; ""
+    where they have."""
+    modes = "piecewise", "breakable"
+    kinds = [Failed(each, kind, mode) for each in (None, state) for mode in modes]
+    return "; ".join(filter(None, dict.fromkeys(map(failures.why, kinds))))
 
 
 @cache

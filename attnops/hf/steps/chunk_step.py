@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.graphs.per_layer import Regions, Twin
+from attnops.hf.attention.descriptor import Pattern, build
 from attnops.hf.cache.names import argument
 from attnops.hf.cache.paged_cache import PagedModelCache, Step
 from attnops.hf.steps.chunks import packed, windows_behind
@@ -59,7 +60,7 @@ class ChunkStep:
                 out = self._forward(
                     input_ids=tokens[None],
                     position_ids=positions[None],
-                    attention_mask=torch.ones_like(tokens[None]),
+                    attention_mask=_mask(tokens, cache),
                     **argument(self._model, cache),
                     use_cache=True,
                     return_dict=True,
@@ -77,3 +78,11 @@ class ChunkStep:
             found = (getattr(module, "kv_b_proj", None) for module in self._model.modules())
             self._unfolding = [each for each in found if isinstance(each, nn.Module)]
         return all(map(is_viewed, self._unfolding))
+
+
+def _mask(tokens: Tensor, cache: PagedModelCache) -> Tensor:
+    """Of tokens without padding. transformers reads the numbers of a mask `[B, S]` for the states
+    of linear attention, which no capture may do, and hands one that is made on."""
+    if not cache.states or any(cache.state.pages.windows):
+        return torch.ones_like(tokens[None])
+    return build(Pattern(True, 0), 1, 0, len(tokens), 0, 0, tokens.device)

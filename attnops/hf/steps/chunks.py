@@ -178,3 +178,9 @@ def _window_behind(
     slots = slot_mapping(position, row, page_table, page_size=pages.page_size)
     starts = pad(stops, (1, 0)).to(torch.int32)
     return Behind(slots.clamp(min=0), token + shift[request], starts, most)
+
+
+def too_early(after: int) -> str:
+    """Why a size is not captured before so many chunks of it ran."""
+    few = "no prompt" if after == 1 else f"fewer than {after} prompts"
+    return f"{few} of its size ran over these pages before"

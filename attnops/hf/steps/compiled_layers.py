@@ -23,8 +23,12 @@ from attnops.hf.cache.model_pages import EMPTY, ModelPages
 from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import Behind, PagedModelCache, Step, View, described
 from attnops.hf.models.methods import is_replaced
+from attnops.hf.models.states import States
 from attnops.lowering.compile_layers import repeated_blocks
 from attnops.nn.steady import is_linear
+
+NOTHING = -1
+"""In place of the number of a layer that keeps nothing of the tokens."""
 
 _STOP = "attnops: rows that the step before did not have, or a cache that is full"
 
@@ -140,7 +144,10 @@ class Here:
         if threading.get_ident() != self.thread:
             return type(layer).forward(layer, *args, **kwargs)
         cache, pages = self.cache, self.cache.state.pages
-        at, view = cache.numbers[number], self._view(number, kwargs.get("attention_mask"))
+        view = self._view(number, kwargs.get("attention_mask"))
+        if number in cache.states:
+            kwargs = _without_padding(kwargs)
+        kernel = pages.kernels[cache.numbers[number]] if number in cache.numbers else ""
         args = tuple(view if value is cache else value for value in args)
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
         if self.packed:
@@ -150,12 +157,11 @@ class Here:
         same = None
         if self.packed and self.regions.takes_twins:
             same = self.twins.get(layer) or twin(layer)
-        out = self.regions(layer, self.rows, args, kwargs, apart=pages.kernels[at], same=same)
+        out = self.regions(layer, self.rows, args, kwargs, apart=kernel, same=same)
         if same is not None and layer not in self.twins:
             wrote = write_back(layer, same[0])
             if not wrote:  # a twin whose run set attributes is not the layer's any more
                 self.twins[layer] = same
-        cache.wrote(number)
         return out
 
     def _let_vary(self, *given: Any) -> None:
@@ -167,6 +173,8 @@ class Here:
     def _view(self, number: int, mask: Any) -> View:
         cache, pages, step = self.cache, self.cache.state.pages, self.cache.state.step
         assert step is not None
+        if number not in cache.numbers:
+            return self._without_pages(number, step)
         at = cache.numbers[number]
         heads = pages.sizes.layers[0].q_heads
         window = cache.window_of(number)
@@ -195,7 +203,21 @@ class Here:
             heads=heads,
             packed=self.packed,
             one_launch=one_launch,
+            states=self._states(number, step),
         )
+
+    def _without_pages(self, number: int, step: Step) -> View:
+        """Of a layer that keeps no keys: a state, or nothing."""
+        states = self._states(number, step)
+        return View((), 0, step.batch, fresh=step.fresh, packed=self.packed, states=states)
+
+    def _states(self, number: int, step: Step) -> States | None:
+        """Those of a layer, of the requests of a step."""
+        if number not in self.cache.states:
+            return None
+        own = self.cache.state.pages.states.layers[self.cache.states[number]]
+        requests = step.batch.cu_seqlens_q.shape[0] - 1
+        return States(*(t[:requests].detach() for t in own))
 
     def module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of a module beside the layers."""
@@ -207,30 +229,39 @@ class Here:
 def modules_of(
     model: nn.Module, cache: PagedModelCache
 ) -> tuple[dict[nn.Module, int], list[nn.Module]]:
-    """(the repeated layers with pages and the number of each, modules beside them).
+    """(the repeated layers and the number of each, modules beside them).
 
-    Raises NotRegional for pages of other modules, or of several in a layer, and for a module that
+    Raises NotRegional for those of other modules, or of several in a layer, and for a module that
     is compiled or has a forward of its own.
     """
     found: dict[nn.Module, int] = {}
+    served = cache.numbers.keys() | cache.states.keys()
     parents: dict[nn.Module, None] = {}
     for name in repeated_blocks(model):
         block = model.get_submodule(name)
-        numbers = {
-            n for part in block.modules() if (n := getattr(part, NUMBER, None)) in cache.numbers
-        }
+        numbers = {n for part in block.modules() if (n := getattr(part, NUMBER, None)) in served}
         if len(numbers) > 1:
             raise NotRegional(f"{name} holds several layers, {sorted(numbers)}")
         if numbers:
             found[block] = numbers.pop()
-            parents[model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])] = None
-    if missing := sorted(cache.numbers.keys() - set(found.values())):
+            parents[_list_of(model, name)] = None
+    # Layers that keep nothing, as of experts alone, between others.
+    for name in repeated_blocks(model):
+        block = model.get_submodule(name)
+        if block not in found and _list_of(model, name) in parents:
+            found[block] = NOTHING
+    if missing := sorted(served.difference(found.values())):
         raise NotRegional(f"layers {missing} are in no list of layers of one class")
     beside = _beside(model, parents)
     own = [type(m).__name__ for m in (*found, *beside) if is_replaced(m)]
     if own:
         raise NotRegional(f"{own[0]} has a forward of its own instance, or is compiled")
     return found, beside
+
+
+def _list_of(model: nn.Module, name: str) -> nn.Module:
+    """The module whose list of layers holds the layer of this name."""
+    return model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
 
 
 def _beside(model: nn.Module, parents: Iterable[nn.Module]) -> list[nn.Module]:
@@ -247,6 +278,17 @@ def _beside(model: nn.Module, parents: Iterable[nn.Module]) -> list[nn.Module]:
     if isinstance(head, nn.Linear) and is_linear(head) and not is_replaced(head):
         found.append(head)
     return found
+
+
+def _without_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a layer with a state without masks of padding `[B, S]`: the tokens of a step
+    have none."""
+    return {
+        name: None
+        if name.endswith("attention_mask") and isinstance(x, Tensor) and x.dim() == 2
+        else x
+        for name, x in kwargs.items()
+    }
 
 
 def _within(mask: Any, window: int) -> bool:

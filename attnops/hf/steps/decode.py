@@ -49,6 +49,7 @@ from attnops.hf.steps.captures import (
     of_prompts,
     over_steps,
     remember,
+    why_steps,
 )
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
 from attnops.hf.steps.model_state import Glance, holds
@@ -117,9 +118,8 @@ class Decoder:
         # have no graphs.
         self._written: set[str] = set()
         self._effects: dict[int, str] = {}
-        self._without: weakref.WeakSet[State] = (
-            weakref.WeakSet()
-        )  # caches whose last prompt or step had no graphs
+        # Caches whose last prompt or step had no graphs.
+        self._without = weakref.WeakSet[State]()
         self._at_once, self._rows = False, 0  # rows of the last step
         self.turn = threading.RLock()
 
@@ -170,13 +170,7 @@ class Decoder:
     @property
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
-        kinds = [
-            Failed(state, kind_of(self._rows), mode)
-            for state in (None, self._state)
-            for mode in ("piecewise", "breakable")
-        ]
-        reasons = dict.fromkeys(map(self.failures.why, kinds))
-        return self.aside or "; ".join(filter(None, reasons))
+        return self.aside or why_steps(self.failures, self._state, kind_of(self._rows))
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be
@@ -340,7 +334,8 @@ class Decoder:
         recorded = self.how.mode == "auto" and (cache.latent or not self._at_once)
         why = next(self.prompts.why_not(given, recorded), "")
         self.prompts.why = why or self._why_state(cache.state, tokens, recorded)
-        graphs = partial(self._prompt_graphs, cache.state, recorded)
+        steps = recorded and self._kept.await_steps(cache.state.pages, *given["input_ids"].shape)
+        graphs = partial(self._prompt_graphs, cache.state, recorded, steps)
         return None if self.prompts.why else (graphs, recorded)
 
     def _why_state(self, state: State, tokens: int, recorded: bool) -> str:
@@ -362,9 +357,10 @@ class Decoder:
         most = 0 if self._at_once else self.how.prompts_after
         return self._kept.too_few(tokens, most)
 
-    def _kinds(self) -> Kinds:
+    def _kinds(self, pages: ModelPages) -> Kinds:
         """Recorded layers of the present state."""
-        return Kinds(passes_of(self.how, self.products), self._recorded)
+        passes = passes_of(self.how, self.products)
+        return Kinds(passes, self._recorded, (pages.sizes, pages.forced))
 
     def begin(self, state: State, rows: int) -> None:
         """Record the layers of a first step, and begin to compile their kernels. Raises as it."""
@@ -374,16 +370,19 @@ class Decoder:
             if not self.aside and self._mode(rows) == "breakable":
                 self._of(state, rows).begin(rows)
 
-    def _prompt_graphs(self, state: State, recorded: bool, fresh: bool) -> Over:
-        """The graphs of chunks of prompts over these pages. fresh: see `of_prompts`."""
-        made, key = self._kept.over, (state.pages, of_prompts(recorded, fresh))
+    def _prompt_graphs(self, state: State, recorded: bool, steps: bool, fresh: bool) -> Over:
+        """The graphs of chunks of prompts over these pages. steps: see `Over.steps_first`. fresh:
+        see `of_prompts`."""
+        made, pages = self._kept.over, state.pages
+        key = pages, of_prompts(recorded, fresh)
         for each in (True, False):
-            self._kept.free(state.pages, of_prompts(not recorded, each))
+            self._kept.free(pages, of_prompts(not recorded, each))
         if key not in made:
-            cache, options = self._make(state.pages), options_of(self._model, self.how)
-            kinds = self._kinds() if recorded else None
+            cache, options = self._make(pages), options_of(self._model, self.how)
+            kinds = self._kinds(pages) if recorded else None
             graphed = self.prompts.graphed(cache, options, kinds, fresh)
             made[key] = Over(cache, graphed, key[1])
+        made[key].steps_first = steps
         return made[key]
 
     def capture(self, cache: PagedModelCache, progress: Progress | None = None) -> Report:
@@ -392,12 +391,13 @@ class Decoder:
 
         The cache's tokens stay. Raises as `Graphed`.
         """
-        self._at_once = True
+        state = state_of(cache)
+        self._at_once = not cache.states  # compiled layers take none
         with self.turn:
-            self._look(state_of(cache))
+            self._look(state)
             if self.aside:
                 fail(NotCapturable, "decode steps", self.aside)
-        with self._graphs_of(state_of(cache), cache.max_batch) as found:
+        with self._graphs_of(state, cache.max_batch) as found:
             report = found.graphed.capture(progress=progress, **found.given(1))
             if found.mode == "piecewise":
                 self.prompts.compile(found.cache)
@@ -481,18 +481,18 @@ class Decoder:
     def _of(self, state: State, rows: int) -> Over:
         """The graphs over these pages, made now if they were not before."""
         self._look(state)
-        mode, made = self._mode(rows), self._kept.over
-        over = made.get((state.pages, mode))
+        mode, made, pages = self._mode(rows), self._kept.over, state.pages
+        over = made.get((pages, mode))
         waits = not self._at_once and self._kept.waits(self.how.compile_after)
         if mode == "piecewise" and not waits:
-            self._kept.free(state.pages, "breakable")
+            self._kept.free(pages, "breakable")
         if over is None:
-            cache, passes = self._make(state.pages), passes_of(self.how, self.products)
+            cache, passes = self._make(pages), passes_of(self.how, self.products)
             regions: Regions | None = None
             if mode == "piecewise":
                 regions = self.regions = self.regions or Regions(self.how.inner, passes)
             elif self.how.mode == "auto" and not deterministic(active_policy()):
-                regions = self._kinds()
+                regions = self._kinds(pages)
             graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions)
-            over = made[state.pages, mode] = over_steps(cache, graphed, mode)
+            over = made[pages, mode] = over_steps(cache, graphed, mode)
         return over

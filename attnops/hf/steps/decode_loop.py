@@ -176,6 +176,8 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
     prompt's last."""
     streamer, cache, most = asked.streamer, cache_in(asked.given), asked.max_length
     heard = bool(asked.eos) or streamer is not None
+    # A step that was one too many is taken back, but for states, which cannot go back.
+    waits = heard and bool(cache.states) and _is_kept(cache, asked)
     tail.begin(asked, heard)
     steps = _Steps(asked.owner, decoder, tail, asked.given)
     length = asked.input_ids.shape[1] + 1
@@ -184,9 +186,11 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
         with decoder.turn:
             tail.choose(logits)
         while length < most:
+            if waits and _told(tail, streamer):
+                break
             logits = steps.next(length)
-            ahead = True
-            if heard and _told(tail, streamer):
+            ahead = not cache.states
+            if heard and not waits and _told(tail, streamer):
                 break
             ahead = False
             with decoder.turn:
@@ -206,6 +210,13 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
         if asked.config.return_dict_in_generate
         else sequences
     )
+
+
+def _is_kept(cache: Any, asked: Asked) -> bool:
+    """Does the caller have the cache after the call?"""
+    running = running_generation()
+    lent = running is not None and any(each is cache for each in running.lent)
+    return bool(asked.config.return_dict_in_generate) or not lent
 
 
 class _Steps:

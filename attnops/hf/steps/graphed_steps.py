@@ -89,7 +89,7 @@ def graphed_steps(
         Buckets(decode=decode_sizes(cache.max_batch)),
         tokens=(),
         requests=("input_ids", "position_ids", "live"),
-        state=cache.state.pages.counters,
+        state=(*cache.state.pages.counters, *cache.state.pages.states.tensors),
         ahead=cache.state.pages.held_plans(),
         over_budget=how.over_budget,
         check_every=how.check_every,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
+import torch
+
+from attnops.core.errors import PatchError, fail
 from attnops.core.record import need
 from attnops.graphs.compile_pieces import INNER, Inner
 from attnops.graphs.cuda_graphs import Device
+from attnops.hf.models.recurrent import against_states
 
 Mode = Literal["auto", "hf", "piecewise", "breakable"]
 
@@ -70,3 +76,28 @@ class Decode:
         """As many tokens of prompts run before their layers are compiled. It takes so many to win a
         compiler's time back."""
         return 64 * (256 if self.compile_after is None else self.compile_after)
+
+
+def checked(
+    how: Decode, owner: Any, device: torch.device, states: Sequence[int], latents: bool
+) -> Decode:
+    """How the steps of a model on this device run in graphs: layers that keep states are never
+    compiled.
+
+    states: the layers that keep states. latents: do others keep latents? Raises PatchError where
+    the graphs that are asked for cannot be made.
+    """
+    mode = how.mode
+    got = f"patch: got decode={mode!r} for {type(owner).__name__}"
+    if states and (why := against_states(owner, states, mode, latents)):
+        fail(PatchError, f"{got}, {why}; want decode='hf'")
+    if "position_ids" not in inspect.signature(type(owner).forward).parameters:
+        fail(
+            PatchError,
+            f"{got}, which counts positions by its masks; want decode='hf', or a model that "
+            "takes position_ids",
+        )
+    if mode != "auto" and how.graphs is None and device.type not in ("cuda", "meta"):
+        want = "a model on a GPU, or decode='auto', which makes graphs where there is one"
+        fail(PatchError, f"{got} on {device}; want {want}")
+    return replace(how, compile_after=None) if states else how

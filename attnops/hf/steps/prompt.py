@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -50,6 +51,7 @@ from attnops.hf.steps.chunks import (
     Part,
     chunk_of,
     parts_of,
+    too_early,
     unpadded,
     why_unpacked,
 )
@@ -68,6 +70,10 @@ CAPTURE_AFTER = 3
 
 RECORD_AFTER = 1
 """So with recorded layers, which no compiler holds up."""
+
+AHEAD = 0, 2
+"""Prompts without a graph whose layers are recorded ahead, by their number: recordings for two
+sizes serve all others, and no prompt waits for both."""
 
 # Tokens of a trial, which compiles layers ahead.
 _TRIAL = 256
@@ -109,7 +115,7 @@ class Prompts:
         self._recorded = False  # did its layers need no compiler?
         self._early = False  # did it start while transformers prepared its call?
         self.due: dict[str, tuple[weakref.ref[Over], int]] = {}
-        self._begun: set[str] = set()  # the modes of graphs with a size whose layers were recorded
+        self._begun = Counter[str]()  # by the mode of graphs, the prompts that were `due`
         self.changed()
         self.regions: Regions | None = None  # which starts the compiler's workers
         self._of_length = follow_length(model)
@@ -161,8 +167,8 @@ class Prompts:
             yield f"its layers cannot be compiled: {self.failures.lasting['layers']}"
         if deterministic(active_policy()):
             yield "under a deterministic policy bits may not follow from the prompts before"
-        if cache.latent and not recorded:
-            yield "the pages hold latents, and compiled layers take none"
+        if (cache.latent or cache.states) and not recorded:
+            yield "the pages hold latents or states, and compiled layers take none"
         if state.filled and not state.whole:
             yield "the step before it failed"
         if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
@@ -216,6 +222,7 @@ class Prompts:
             return None
         state.pages.advance(start, columns)
         state.filled, state.unfinished = True, 0
+        state.moved.update(cache.states)
         self.took = "captured" if self._replayed else "compiled"
         self._recorded = recorded
         if not recorded:
@@ -278,7 +285,7 @@ class Prompts:
             positions = state.pages.positions[seen : seen + columns]
         # Later chunks would attend to the latents themselves, with three times the operations.
         most = sum(counts) if cache.latent else CHUNK
-        self._once = state.filled and any(state.pages.windows)
+        self._once = state.filled and bool(any(state.pages.windows) or cache.states)
         before = [max(seen - s, 0) for s in starts]
         parts = parts_of(counts, before, most, self._of_length)
         self.why = self._why_pages(parts, cache)
@@ -306,7 +313,7 @@ class Prompts:
         due = [self._due(part, graphs, after) for part in parts]
         against = [why for why in due if isinstance(why, str)]
         found = [None if isinstance(each, str) else each for each in due]
-        if against and (recorded or self._once or due == [_early(after)]):
+        if against and (recorded or self._once or due == [too_early(after)]):
             self.why = against[0]
         elif recorded:
             sizes = [(each, part.size) for each, part in zip(found, parts, strict=True) if each]
@@ -322,16 +329,22 @@ class Prompts:
         over = graphs(part.fresh)
         if over.graphed.buckets.find("mixed", part.size, 1) is None:
             return _NO_ROOM
-        if over.chunks(part.size) > after:
+        if over.chunks(part.size) > after + over.steps_first:
             return over
-        if over.recorded and over.mode not in self._begun:
+        if over.recorded and self._may_begin(over):
             self.due[over.mode] = weakref.ref(over), part.size
-        return _early(after)
+        return too_early(after)
+
+    def _may_begin(self, over: Over) -> bool:
+        """May the layers of a chunk be recorded ahead? But for the first one, not in a call whose
+        steps are recorded."""
+        number = self._begun[over.mode]
+        return number == 0 or (number <= AHEAD[-1] and not over.steps_first)
 
     def begin(self, turn: AbstractContextManager[Any]) -> None:
-        """Record the layers of the first size of each mode, while the device runs its first prompt,
-        and begin to compile their kernels, which later sizes share. Those are recorded with their
-        graphs: of many lengths, most come once.
+        """Record the layers of the first sizes of each mode, see `AHEAD`, while the device runs the
+        prompt, and begin to compile their kernels, which later sizes share. Those are recorded with
+        their graphs: of many lengths, most come once.
 
         turn: a thread's, to use the graphs.
         """
@@ -343,9 +356,11 @@ class Prompts:
                 over = graphs()
                 if over is None:
                     continue  # they were freed
-                self._begun.add(mode)
-                with suppress(Exception):  # the capture raises it
-                    over.begin_chunk(tokens)
+                number = self._begun[mode]
+                self._begun[mode] += 1
+                if number in AHEAD:
+                    with suppress(Exception):  # the capture raises it
+                        over.begin_chunk(tokens)
 
     def _tried(
         self,
@@ -504,9 +519,3 @@ class Prompts:
             runner=AsItRuns() if kinds is None else OneSize(kinds),
             **options,
         )
-
-
-def _early(after: int) -> str:
-    """Why a size is not captured before so many chunks of it ran."""
-    few = "no prompt" if after == 1 else f"fewer than {after} prompts"
-    return f"{few} of its size ran over these pages before"

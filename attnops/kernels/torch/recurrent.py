@@ -1,8 +1,9 @@
-"""`aten`: layers that carry a state, as torch ops: the gated delta rule by chunks of 64 tokens, as
-transformers works it out, and the convolution lowered in place.
+"""`aten`: layers that carry a state, as torch ops: the gated delta rule and the scan of Mamba-2 by
+chunks of 64 tokens, as transformers works them out, and the convolution lowered in place.
 
-Within a chunk a token's new value depends on those before it. The new values solve a triangular
-system, https://arxiv.org/abs/2412.06464. The state before the chunk is on its right side.
+Within a chunk of the rule a token's new value depends on those before it. The new values solve a
+triangular system, https://arxiv.org/abs/2412.06464. The state before the chunk is on its right
+side.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from attnops.ops.recurrent import reference as formulas
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.record import GatedDeltaRule, GatedDeltaRuleBackward
+    from attnops.ops.recurrent.scan import Mamba2Scan
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONV_GRADIENT = formulas.causal_conv1d_backward
@@ -54,18 +56,11 @@ class Chunks(NamedTuple):
 solve = torch.linalg.solve_triangular
 
 
-def in_chunks(x: Tensor) -> Tensor:
-    """`[B, tokens, Hv, ...]` as `[B, Hv, chunks, CHUNK, ...]`."""
-    x = F.pad(x.movedim(1, -1), (0, -x.shape[1] % CHUNK)).unflatten(-1, (-1, CHUNK))
-    return x.movedim((-2, -1), (2, 3))
-
-
 def solved(call: Any, rows: Tensor, there: Tensor) -> Chunks:
     """The chunks of a call."""
-    q, k, v, decay, beta = map(in_chunks, formulas.inputs_of(call, rows, there))
+    q, k, v, decay, beta = map(_chunked, formulas.inputs_of(call, rows, there))
     passed = decay.cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    between = (passed[..., None] - passed[..., None, :]).masked_fill(later, float("-inf")).exp()
+    between = _between(passed)
     beta = beta[..., None]
     system = (k * beta) @ k.mT * between
     seen = q @ k.mT * between
@@ -102,7 +97,7 @@ def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...
     if not (call.max_seqlen_q and rows.numel()):
         return formulas.rule_gradients(call, [], after, rows, there)
     c = solved(call, rows, there)
-    of_output = in_chunks(formulas.padded(call, call.grad_output, rows, there))
+    of_output = _chunked(formulas.padded(call.grad_output, rows, there, state.dtype))
     fades = c.passed.exp()[..., None]
     stays = (c.passed[..., -1:] - c.passed).exp()[..., None]
     left = c.passed[..., -1].exp()[..., None, None]
@@ -160,6 +155,42 @@ def rule_gradient(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
     return (*found, compact(torch.where(is_empty, call.grad_after, of_state)))
 
 
+def mamba2_scan(call: Mamba2Scan) -> None:
+    """By chunks; requests are rows as long as the longest."""
+    if formulas.is_blank(call):
+        return
+    rows, there = formulas.rows_of(call)
+    x, dt, b, c = map(_chunked, formulas.scan_inputs(call, rows, there))
+    passed = (dt * call.a.to(dt.dtype)[:, None, None]).cumsum(-1)
+    values = x * dt[..., None]
+    inside = (c @ b.mT * _between(passed)) @ values
+    if call.d is not None:
+        inside = inside + x * call.d.to(x.dtype)[:, None, None, None]
+    c = c * passed.exp()[..., None]
+    stays = (values * (passed[..., -1:] - passed).exp()[..., None]).mT @ b
+    left = passed[..., -1].exp()[..., None, None]
+    state, outputs = formulas.state_before(call).to(b.dtype), list[Tensor]()
+    for i in range(b.shape[2]):
+        outputs.append(c[:, :, i] @ state.mT + inside[:, :, i])
+        state = state * left[:, :, i] + stays[:, :, i]
+    found = torch.cat(outputs, 2)[:, :, : call.max_seqlen_q]
+    formulas.put(call, found.transpose(1, 2), rows, there)
+    call.state.copy_(state)
+
+
+def _chunked(x: Tensor) -> Tensor:
+    """`[B, tokens, Hv, ...]` as `[B, Hv, chunks, CHUNK, ...]`, with 0 past the tokens."""
+    x = F.pad(x.movedim(1, -1), (0, -x.shape[1] % CHUNK)).unflatten(-1, (-1, CHUNK))
+    return x.movedim((-2, -1), (2, 3))
+
+
+def _between(passed: Tensor) -> Tensor:
+    """How much of what a token (last dim) writes is left for another (the dim before) of its chunk.
+    passed: the logarithm of what is left of the state before the chunk, `[..., CHUNK]`."""
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=passed.device).triu(1)
+    return (passed[..., None] - passed[..., None, :]).masked_fill(later, float("-inf")).exp()
+
+
 def rule_cost_us(p: Problem) -> float:
     """Launches before the chunks, and of each chunk; not measured."""
     return LAUNCH_US * (40 + 7 * chunks_of(p)) + 4.0 * rule_us(p)
@@ -174,6 +205,7 @@ def conv_cost_us(p: Problem) -> float:
 for _op, _rule in (
     ("gated_delta_rule", gated_delta_rule),
     ("gated_delta_rule_backward", gated_delta_rule_backward),
+    ("mamba2_scan", mamba2_scan),
 ):
     register(
         Kernel(
@@ -204,6 +236,7 @@ for _op, _conv in (
 for _op, _run, _takes, _us, _invariant in (
     ("gated_delta_rule", by_request(formulas.gated_delta_rule), NONE, rule_cost_us, ON_CPU),
     ("gated_delta_rule_backward", rule_gradient, NONE, rule_cost_us, ON_CPU),
+    ("mamba2_scan", by_request(formulas.mamba2_scan), NONE, rule_cost_us, ON_CPU),
     ("causal_conv1d", by_request(formulas.causal_conv1d), CONV_TAKES, conv_cost_us, ON_CPU),
     ("causal_conv1d_backward", CONV_GRADIENT, CONV_TAKES, conv_cost_us, Invariant()),
 ):

@@ -1,5 +1,6 @@
 """`triton`, of layers that carry a state: the gated delta rule by chunks of 64 tokens in two
-launches, or token after token in one, and the convolution of each channel."""
+launches, or token after token in one, the scan of Mamba-2 likewise in one, and the convolution of
+each channel."""
 
 from __future__ import annotations
 
@@ -39,18 +40,19 @@ def _conv_gradient_us(p: Problem) -> float:
     return 12.0 + 6.0 * conv_us(p)
 
 
-own(
-    "gated_delta_rule",
-    launched("recurrent", "gated_delta_rule"),
-    _rule_us,
-    "attnops' own, by chunks of 64 tokens, or token after token",
-    needs=(
-        one_of("last_dim_contiguous", True),
-        FEW_HEADS,
-        at_most("head_dim", 256),
-        at_most("v_head_dim", 256),
-    ),
-)
+for _op, _module in (("gated_delta_rule", "recurrent"), ("mamba2_scan", "scan")):
+    own(
+        _op,
+        launched(_module, _op),
+        _rule_us,
+        "attnops' own, by chunks of 64 tokens, or token after token",
+        needs=(
+            one_of("last_dim_contiguous", True),
+            FEW_HEADS,
+            at_most("head_dim", 256),
+            at_most("v_head_dim", 256),
+        ),
+    )
 own(
     "causal_conv1d",
     launched("recurrent", "causal_conv1d"),

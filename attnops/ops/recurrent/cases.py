@@ -75,6 +75,52 @@ def _tokens(
     }
 
 
+STEPS = {"dt_bias": True, "dt_softplus": True, "d": True}
+SCANS: Rows = {
+    **at(
+        (RAGGED, *HEADS),
+        {
+            "plain": {},
+            "steps": STEPS,
+            "limits": STEPS | {"dt_min": 0.2, "dt_max": 0.9},
+            "whole": {"padding": None} | STEPS,
+            "slack": {"slack": 3},
+            "float64": {"dtype": F64} | STEPS,
+            "bfloat16": {"dtype": BF16} | STEPS,
+            "wide_dt": {"dtype": BF16, "dt_dtype": F32, "dt_bias": F32, "dt_softplus": True},
+            "fresh": FRESH,
+        },
+    ),
+    "step": (ONES, *HEADS, STEPS),
+    "step_bfloat16": (ONES, *HEADS, BF16, STEPS),
+    "step_float16": (ONES, *HEADS, F16, STEPS),
+    "fresh_step": (ONES, *HEADS, FRESH),
+    "chunks": ((64, 2, 130), *FULL, STEPS),
+    "chunks_bfloat16": ((64, 2, 130), *FULL, BF16, STEPS),
+    "chunks_float16": ((70, 17), *FULL, F16, STEPS | {"dt_max": 0.5}),
+    "fresh_bfloat16": ((64, 2, 130), *FULL, BF16, STEPS | FRESH),
+    "short_steps": ((100,), *FULL, BF16, STEPS, {"longer": -20.0}),
+    "long_steps": ((100,), *FULL, BF16, STEPS, {"longer": 20.0}),
+    "between_bfloat16": ((70, 3), 1, 2, 40, 72, BF16, STEPS),
+    "wide_bfloat16": ((3, 130), 1, 2, 128, 64, BF16, STEPS),
+    "one_number": ((2, 1), 1, 1, 1, 1),
+    "odd": ((5, 20), 3, 3, 20, 9, STEPS),
+    "no_tokens": ((0, 0), *HEADS, {"padding": 0}),
+    "no_requests": ((), *HEADS),
+}
+
+
+def _steps(scene: Scene, longer: float = 0.0, dt_dtype: torch.dtype | None = None) -> Given:
+    """longer: what is added to `dt`."""
+    source, dtype, sizes = scene.source, scene.f.dtype, scene.sizes
+    for field in ("x", "dt", "b", "c"):
+        scene.free[field] = scene.free["tokens"]
+    dt = source.normal(sizes["T"], sizes["Hv"]) + longer
+    if not scene.given.get("dt_softplus"):
+        dt = dt.abs()
+    return {"dt": dt.to(dt_dtype or dtype), "a": -source.normal(sizes["Hv"]).exp()}
+
+
 WIDE, SILU, BIAS = (RAGGED, 36, 4), {"activation": "silu"}, {"bias": True}
 CONVS: Rows = {
     **at(
@@ -138,6 +184,7 @@ def _gradient(scene: Scene, fresh: bool, state: torch.Tensor, **inputs: Any) -> 
 CASES = {
     "gated_delta_rule": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _tokens),
     "gated_delta_rule_backward": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _of_tokens),
+    "mamba2_scan": Grid("q_lens Hk Hv Dk Dv dtype", SCANS, _steps),
     "causal_conv1d": Grid("q_lens C W dtype", CONVS, _inputs),
     "causal_conv1d_backward": Grid("q_lens C W dtype", CONVS, _of_conv),
 }

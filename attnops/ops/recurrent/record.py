@@ -35,16 +35,17 @@ LEAST = {
 }
 
 
-def _rules(call: Any, sizes: Sizes) -> None:
+MEASURES = {"q_heads": "Hv", "kv_heads": "Hk", "head_dim": "Dk", "v_head_dim": "Dv"}
+
+
+def heads_divide(call: Any, sizes: Sizes) -> None:
+    """Each head of the keys serves as many of the values as another."""
     heads, kv_heads = sizes["Hv"], sizes["Hk"]
-    want = f"a multiple of the key's {kv_heads} heads"
+    want = f"a multiple of {kv_heads} (Hk, as {place(call.spec, 'Hk')})"
     need(heads % kv_heads == 0, place(call.spec, "Hv"), heads, want)
 
 
-SIZES = {"q_heads": "Hv", "kv_heads": "Hk", "head_dim": "Dk", "v_head_dim": "Dv"}
-
-
-@record("gated_delta_rule", least=LEAST, rules=_rules, problem=SIZES)
+@record("gated_delta_rule", least=LEAST, rules=heads_divide, problem=MEASURES)
 class GatedDeltaRule(rules.Queries):
     """The tokens of packed requests, and the states that they read and write."""
 
@@ -90,8 +91,8 @@ GATED_DELTA_RULE = define(
     *rules.gradients("query", "key", "value", "decay", "beta"),
     Result("grad_state", like="grad_after"),
     least=LEAST,
-    rules=_rules,
-    problem=SIZES,
+    rules=heads_divide,
+    problem=MEASURES,
 )
 class GatedDeltaRuleBackward(rules.Queries):
     """The gradient of the gated delta rule. Without `state` the requests are fresh."""

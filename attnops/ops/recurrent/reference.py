@@ -3,6 +3,7 @@ requests become rows of equal length."""
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from attnops.core.tensors import compact, wide
 if TYPE_CHECKING:
     from attnops.ops.recurrent.conv import CausalConv1d, CausalConv1dBackward
     from attnops.ops.recurrent.record import GatedDeltaRule, GatedDeltaRuleBackward
+    from attnops.ops.recurrent.scan import Mamba2Scan
 
 EPS = 1e-6
 """What is added to the square of a vector's length, by which it is divided."""
@@ -40,7 +42,7 @@ def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...
     """The reference of the gradient: token after token, from the last."""
     rows, there = rows_of(call)
     q, k, v, decay, beta = (x.unbind(1) for x in inputs_of(call, rows, there))
-    of_output = padded(call, call.grad_output, rows, there).unbind(1)
+    of_output = padded(call.grad_output, rows, there, wide(call.query).dtype).unbind(1)
     states = [state_of(call)]
     for t in range(call.max_seqlen_q):
         faded = states[t] * decay[t].exp()[..., None, None]
@@ -83,7 +85,7 @@ def rule_gradients(
     for of_x, x in ((of_q * call.scale, call.query), (of_k, call.key)):
         grad = of_x.unflatten(2, heads).sum(3)
         if call.normalize:
-            x = padded(call, x, rows, there)
+            x = padded(x, rows, there, grad.dtype)
             factor = to_one(x)
             one = x * factor
             grad = factor * (grad - one * (one * grad).sum(-1, keepdim=True))
@@ -136,11 +138,8 @@ def inputs_of(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled. They
     are 0 where there is no token: the state stays as it is there."""
-
-    q, k, v, decay, beta = (
-        padded(call, x, rows, there)
-        for x in (call.query, call.key, call.value, call.decay, call.beta)
-    )
+    given = (call.query, call.key, call.value, call.decay, call.beta)
+    q, k, v, decay, beta = (padded(x, rows, there, wide(call.query).dtype) for x in given)
     if call.normalize:
         q, k = q * to_one(q), k * to_one(k)
     group = v.shape[2] // k.shape[2]
@@ -148,10 +147,10 @@ def inputs_of(
     return q, k, v, decay, beta
 
 
-def padded(call: Any, x: Tensor, rows: Tensor, there: Tensor) -> Tensor:
-    """What tokens have as `[B, max_seqlen_q, ...]`, 0 where there is none."""
+def padded(x: Tensor, rows: Tensor, there: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tokens of `x` as `[B, max_seqlen_q, ...]`, 0 where there is none."""
     at = there.reshape(*there.shape, *[1] * (x.dim() - 1))
-    return torch.where(at, x[rows].to(wide(call.query).dtype), 0.0)
+    return torch.where(at, x[rows].to(dtype), 0.0)
 
 
 def to_one(x: Tensor) -> Tensor:
@@ -242,3 +241,39 @@ def causal_conv1d_backward(call: CausalConv1dBackward) -> tuple[Tensor, ...]:
         call.x.new_empty(0) if call.bias is None else slope.sum(0).to(call.x.dtype),
         compact(of_state.to(call.x.dtype)),
     )
+
+
+def mamba2_scan(call: Mamba2Scan) -> None:
+    """The reference of `attnops.ops.mamba2_scan`."""
+    if is_blank(call):
+        return
+    rows, there = rows_of(call)
+    inputs = x, dt, *_ = scan_inputs(call, rows, there)
+    decay = (dt * call.a.to(dt.dtype)).exp()[..., None, None]
+    state = state_before(call).to(dt.dtype)
+    outputs = []
+    for x_t, dt_t, b_t, c_t, left in zip(*(y.unbind(1) for y in (*inputs, decay)), strict=True):
+        state = state * left + (x_t * dt_t[..., None])[..., None] * b_t[..., None, :]
+        outputs.append(read(state.mT, c_t))
+    found = torch.stack(outputs, 1)
+    if call.d is not None:
+        found = found + x * call.d.to(x.dtype)[:, None]
+    put(call, found, rows, there)
+    call.state.copy_(state)
+
+
+def scan_inputs(
+    call: Mamba2Scan, rows: Tensor, there: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, the lengths of the steps, b and c: `[B, max_seqlen_q, Hv, ...]`. They are 0 where there is
+    no token: the state stays as it is there."""
+    x, dt, b, c = (
+        padded(y, rows, there, wide(call.x).dtype) for y in (call.x, call.dt, call.b, call.c)
+    )
+    if call.dt_bias is not None:
+        dt = dt + call.dt_bias.to(dt.dtype)
+    if call.dt_softplus:
+        dt = torch.logaddexp(dt, torch.zeros_like(dt))
+    dt = torch.where(there[..., None], dt.clamp(call.dt_min, call.dt_max or inf), 0.0)
+    group = call.x.shape[1] // call.b.shape[1]
+    return x, dt, b.repeat_interleave(group, 2), c.repeat_interleave(group, 2)

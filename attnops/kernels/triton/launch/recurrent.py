@@ -114,7 +114,7 @@ def _by_chunks(call: GatedDeltaRule) -> None:
     factors = decay.new_empty((tokens, heads, 2))
     made = keys, values, seen, factors
     requests, chunks = call.state.shape[0], max(-(-call.max_seqlen_q // CHUNK), 1)
-    blocks = {"BLOCK_K": _columns(sizes["DK"]), "COMPUTE": compute}
+    blocks = {"BLOCK_K": columns(sizes["DK"]), "COMPUTE": compute}
     warps = 8 if blocks["BLOCK_K"] > 128 else 4
     launch(
         device.solve,
@@ -123,7 +123,7 @@ def _by_chunks(call: GatedDeltaRule) -> None:
             **sizes,
             **blocks,
             "NORMALIZE": call.normalize,
-            "BLOCK_V": _columns(sizes["DV"]),
+            "BLOCK_V": columns(sizes["DV"]),
         },
         (
             query,
@@ -153,7 +153,7 @@ def _by_chunks(call: GatedDeltaRule) -> None:
             **blocks,
             "FRESH": call.fresh,
             "BLOCK_V": block,
-            "num_stages": _stages(query, block),
+            "num_stages": stages(query, block),
         },
         (
             query,
@@ -172,15 +172,15 @@ def _by_chunks(call: GatedDeltaRule) -> None:
     )
 
 
-def _columns(numbers: int) -> int:
+def columns(numbers: int) -> int:
     """Columns of a tile for so many numbers. With fewer than 64, code of Triton 3.6 reads past the
     end of shared memory on an H200 (by `compute-sanitizer`, at a product of `solve`)."""
     return max(64, padded(numbers))
 
 
-def _stages(key: Tensor, columns: int) -> int:
+def stages(key: Tensor, values: int) -> int:
     """Chunks that a program loads ahead into shared memory."""
-    numbers = 3 * _columns(key.shape[2]) + CHUNK + columns
+    numbers = 3 * columns(key.shape[2]) + CHUNK + values
     chunk = CHUNK * numbers * key.dtype.itemsize
     return max(1, min(3, (gpu_of(key).memory - OTHER_BYTES) // chunk))
 

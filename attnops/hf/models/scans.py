@@ -1,0 +1,271 @@
+"""The scan of Mamba-2 in transformers models through `attnops.ops.mamba2_scan`: what takes the
+place of the two functions that its modules call by name.
+
+Their results have the dtype of the tokens, as those of the package mamba_ssm; transformers' own of
+many tokens are float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from math import inf, isinf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnops.hf.models.chosen import Sizes
+from attnops.hf.models.functions import is_served, numbers, starts_of
+from attnops.ops.recurrent.scan import mamba2_scan
+
+Function = Callable[..., Any]
+ATTRIBUTES = ("num_heads", "n_groups", "head_dim", "ssm_state_size", "conv1d")
+NO_LIMITS = (0.0, inf)
+MAMBA_SSM = ("seq_idx", "cu_seqlens", "z")
+"""Arguments that transformers' own code of many tokens does not read, and mamba_ssm's does."""
+
+
+def sizes_of(module: Any) -> Sizes:
+    """Those of the op of a module."""
+    heads = (("q_heads", module.num_heads), ("kv_heads", module.n_groups))
+    return *heads, ("head_dim", module.ssm_state_size), ("v_head_dim", module.head_dim)
+
+
+def _scan(own: Function) -> Function:
+    """In place of `mamba2_chunk_scan`."""
+
+    @functools.wraps(own)
+    def run(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = NO_LIMITS,
+        return_final_states: bool = False,
+        **more: Any,
+    ) -> Any:
+        x = hidden_states
+        asked = any(more.get(name) is not None for name in MAMBA_SSM)
+        shortest, longest = dt_limit
+        if asked or shortest < 0 or longest <= 0 or not _serves(x, B, C):
+            more |= {"dt_limit": dt_limit, "return_final_states": return_final_states}
+            more |= {"initial_states": initial_states, "dt_softplus": dt_softplus}
+            return own(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, **more)
+        rows, tokens, heads, width = x.shape
+        if initial_states is None:
+            state = x.new_empty((rows, heads, width, B.shape[3]), dtype=torch.float32)
+        else:
+            state = initial_states.to(torch.float32, copy=True)
+        output = _scanned(
+            (x, dt, A, B, C, D, dt_bias),
+            state,
+            starts_of(x, rows, tokens),
+            dt_limit,
+            max_seqlen_q=tokens,
+            dt_softplus=dt_softplus,
+            fresh=initial_states is None,
+        )
+        return (output, state) if return_final_states else output
+
+    return run
+
+
+def _update(own: Function) -> Function:
+    """In place of `mamba2_selective_state_update`, whose steps have no limits."""
+
+    @functools.wraps(own)
+    def run(
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        x = hidden_states
+        by_head = _is_by_head(A, 1, 2) and all(_is_by_head(y, -1) for y in (dt, D, dt_bias))
+        kept = state.dtype == torch.float32 and dt_softplus
+        if not (kept and by_head and _serves(x, B, C)):
+            own_result: Tensor = own(
+                state, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **more
+            )
+            return own_result
+        output = _scanned(
+            _by_head(x, dt, A, B, C, D, dt_bias),
+            state,
+            starts_of(x, x.shape[0], 1),
+            NO_LIMITS,
+            max_seqlen_q=1,
+            dt_softplus=True,
+        )
+        return output if z is None else output * F.silu(z)
+
+    return run
+
+
+def over(view: Any) -> dict[str, Function]:
+    """The two functions of a step in a graph, whose requests are those of `view`. They write its
+    states."""
+    state, batch = view.states.state, view.batch
+    one_by_one = batch.max_seqlen_q == 1 and not view.fresh
+
+    def scanned(given: tuple[Any, ...], limits: tuple[float, float], softplus: bool) -> Tensor:
+        return _scanned(
+            given,
+            state,
+            batch.cu_seqlens_q,
+            limits,
+            max_seqlen_q=batch.max_seqlen_q,
+            dt_softplus=softplus,
+            fresh=view.fresh,
+        )
+
+    def scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = NO_LIMITS,
+        return_final_states: bool = False,
+        **_: Any,
+    ) -> Any:
+        # transformers calls the other function for a next token, which has no limits.
+        limits = NO_LIMITS if one_by_one else dt_limit
+        given = hidden_states, dt, A, B, C, D, dt_bias
+        output = scanned(given, limits, dt_softplus)
+        return (output, state) if return_final_states else output
+
+    def update(
+        _: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **__: Any,
+    ) -> Tensor:
+        given = _by_head(hidden_states, dt, A, B, C, D, dt_bias)
+        output = scanned(given, NO_LIMITS, dt_softplus)
+        return output if z is None else output * F.silu(z)
+
+    return {"mamba2_chunk_scan": scan, "mamba2_selective_state_update": update}
+
+
+def _scanned(
+    given: tuple[Any, ...],
+    state: Tensor,
+    starts: Tensor,
+    limits: tuple[float, float],
+    **requests: Any,
+) -> Tensor:
+    """The scan of tokens `[..., heads, head dim]`. given: x, dt, A, B, C, D and dt_bias, with one
+    number of a head."""
+    x, dt, a, b, c, d, dt_bias = given
+    shortest, longest = limits
+    output = mamba2_scan(
+        x.flatten(0, -3),
+        dt.flatten(0, -2),
+        a.float(),
+        b.flatten(0, -3),
+        c.flatten(0, -3),
+        state,
+        starts,
+        d,
+        dt_bias,
+        dt_min=shortest,
+        dt_max=0.0 if isinf(longest) else longest,
+        padded=False,
+        **requests,
+    )
+    return output.view(x.shape)
+
+
+def _by_head(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+) -> tuple[Any, ...]:
+    """The arguments of one token, whose numbers of a head are spread over its dims, with one number
+    of a head."""
+    rest = (None if y is None else y[:, 0] for y in (d, dt_bias))
+    return x, dt[..., 0], a[:, 0, 0], b, c, *rest
+
+
+def _is_by_head(x: Tensor | None, *dims: int) -> bool:
+    """Is it one number along these dims?"""
+    return x is None or all(x.stride(dim) == 0 or x.shape[dim] == 1 for dim in dims)
+
+
+def _serves(x: Tensor, b: Tensor, c: Tensor) -> bool:
+    """x: `[..., heads, head dim]`. b, c: `[..., groups, state size]`."""
+    (heads, width), (groups, size) = x.shape[-2:], b.shape[-2:]
+    sizes = (("q_heads", heads), ("kv_heads", groups), ("head_dim", size), ("v_head_dim", width))
+    return x.dtype == b.dtype == c.dtype and is_served("mamba2_scan", x, sizes)
+
+
+OURS: Mapping[str, Callable[[Function], Function]] = {
+    "mamba2_chunk_scan": _scan,
+    "mamba2_selective_state_update": _update,
+}
+"""By the name in transformers' files."""
+
+
+def inputs(name: str) -> dict[str, Any]:
+    """What a trial of the function of this name gives it: more tokens than a chunk has, and a
+    state."""
+    rows, tokens, heads, width, groups, size = 2, 70, 4, 6, 2, 8
+    state, rate = numbers(rows, heads, width, size), -numbers(heads).exp()
+    skip, bias = numbers(heads).cos(), numbers(heads)
+    if name == "mamba2_selective_state_update":
+        return {
+            "state": state,
+            "hidden_states": numbers(rows, heads, width).cos(),
+            "dt": numbers(rows, heads, 1).expand(-1, -1, width),
+            "A": rate[:, None, None].expand(-1, width, size),
+            "B": numbers(rows, groups, size).cos(),
+            "C": numbers(rows, groups, size),
+            "D": skip[:, None].expand(-1, width),
+            "dt_bias": bias[:, None].expand(-1, width),
+            "dt_softplus": True,
+            "z": numbers(rows, heads, width),
+        }
+    return {
+        "hidden_states": numbers(rows, tokens, heads, width).cos(),
+        "dt": numbers(rows, tokens, heads),
+        "A": rate,
+        "B": numbers(rows, tokens, groups, size).cos(),
+        "C": numbers(rows, tokens, groups, size),
+        "chunk_size": 32,
+        "D": skip,
+        "dt_bias": bias,
+        "initial_states": state,
+        "dt_softplus": True,
+        "dt_limit": (0.3, 1.2),
+        "return_final_states": True,
+    }

@@ -1,0 +1,194 @@
+"""States of linear attention in a cache of pages: what a module with a state is given in place of
+transformers' own cache of it.
+
+Every row of the batch has a state at an address that stays, as it has pages. One more row belongs
+to the padding tokens of a step. What a free row holds is never read by a request: the first tokens
+of a request meet states of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from attnops.core.errors import InvalidInput, fail
+
+
+class StateSizes(NamedTuple):
+    """What a layer keeps of a request beside pages: the last inputs of its convolution, `[C, W]`,
+    and its state."""
+
+    conv: torch.Size
+    conv_dtype: torch.dtype
+    state: torch.Size
+    state_dtype: torch.dtype
+
+
+class States(NamedTuple):
+    """Those of one layer, of all rows and of padding: `[rows + 1, C, W]` and `[rows + 1, ...]`."""
+
+    conv: Tensor
+    state: Tensor
+
+
+class AllStates:
+    """The states of all layers, whose addresses stay.
+
+    layers: in their order. tensors: of all. nbytes: of these.
+    """
+
+    def __init__(self, sizes: Sequence[StateSizes], rows: int, device: torch.device) -> None:
+        self.layers = tuple(
+            States(
+                torch.zeros(rows + 1, *each.conv, dtype=each.conv_dtype, device=device),
+                torch.zeros(rows + 1, *each.state, dtype=each.state_dtype, device=device),
+            )
+            for each in sizes
+        )
+        self.tensors = tuple(t for states in self.layers for t in states)
+        self.nbytes = sum(t.nbytes for t in self.tensors)
+
+
+class OfStates:
+    """A layer's part of a step in a graph, as far as its states go. transformers' code asks it what
+    it asks a cache, and our functions take the states from it (`hf.models.recurrent`).
+
+    states: those of the step's requests, in the order of `cu_seqlens_q`; None for a layer without.
+    """
+
+    states: States | None
+
+    @property
+    def layers(self) -> Any:
+        """The caches of all layers, by number: this one is asked for its own alone."""
+        return _Alone(self)
+
+    record_past = False
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        """As transformers' layer has them."""
+        assert self.states is not None
+        return {0: self.states.conv}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        """As transformers' layer has them."""
+        assert self.states is not None
+        return {0: self.states.state}
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Ours serve the first tokens, too."""
+        return True
+
+    def get_conv_state(self, *_: Any, **__: Any) -> Tensor:
+        """As a cache of transformers 5.24 gives it."""
+        return self.conv_states[0]
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> Tensor:
+        """As a cache of transformers 5.24 gives it."""
+        return self.recurrent_states[0]
+
+    def is_recording_past(self, *_: Any) -> bool:
+        """A step keeps no earlier inputs."""
+        return False
+
+    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The new inputs as they came. The op writes the state."""
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The state, which the op has written."""
+        return recurrent_states
+
+
+class _Alone:
+    """A list of one layer, for any number."""
+
+    def __init__(self, layer: OfStates) -> None:
+        self._layer = layer
+
+    def __getitem__(self, number: Any) -> OfStates:
+        return self._layer
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """The states of a layer in a cache of pages, as transformers' own code reads and writes them.
+
+    owner: the State of the cache. rows: of the call of the model that runs.
+    """
+
+    is_compileable = False
+    record_past = False
+    number_of_states = 1
+
+    def __init__(self, owner: Any, number: int, place: int) -> None:
+        """number: of the layer. place: of its states among those of the pages."""
+        self._owner, self._number, self._place = owner, number, place
+        self.rows = 0
+
+    @property
+    def _states(self) -> States:
+        found: States = self._owner.pages.states.layers[self._place]
+        return States(found.conv[: self.rows], found.state[: self.rows])
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
+        """Have tokens reached this layer?"""
+        return {0: self._number in self._owner.moved}
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:  # type: ignore[override]
+        """`[B, C, W]`, the last inputs of the rows of the call."""
+        return {0: self._states.conv}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:  # type: ignore[override]
+        """`[B, ...]`, the states of the rows of the call."""
+        return {0: self._states.state}
+
+    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The last inputs and the new ones `[B, C, S]`; the last of these are kept."""
+        self.rows = conv_states.shape[0]
+        kept = self._states.conv
+        width = kept.shape[2]
+        if self._number in self._owner.moved:
+            whole = torch.cat([kept, conv_states], 2)
+        else:
+            whole = F.pad(conv_states, (max(0, width - conv_states.shape[2]), 0))
+        kept.copy_(whole[:, :, whole.shape[2] - width :])
+        self._owner.moved.add(self._number)
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Keep these `[B, ...]`."""
+        self.rows = recurrent_states.shape[0]
+        self._owner.moved.add(self._number)
+        return self._states.state.copy_(recurrent_states)
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """No effect: the states exist."""
+
+    offload = prefetch = reset = lazy_initialization
+
+    def crop(self, *_: Any) -> None:
+        """Raises RuntimeError, as transformers' own does."""
+        raise RuntimeError("states of linear attention cannot go back to those of earlier tokens")
+
+    def activate_past_recording(self) -> None:
+        """Raises InvalidInput: states are those after the last token alone."""
+        want = "a cache of transformers' own, for a way to generate that takes tokens back"
+        fail(InvalidInput, self._owner.name, "a cache of pages", want)
+
+    def reorder_cache(self, *_: Any) -> None:
+        """Raises InvalidInput: rows keep their states."""
+        want = (
+            "a cache of transformers' own, for a way to generate that reorders the batch "
+            "(beam search)"
+        )
+        fail(InvalidInput, self._owner.name, "a cache of pages", want)

@@ -1,0 +1,137 @@
+"""What takes the place of transformers' functions of Mamba-2 gives what they give, or hands the
+call on. No kernel of attnops serves a CPU, so the policy asks for the reference."""
+
+import inspect
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attnops
+from attnops.hf.models import scans
+
+SCAN, UPDATE = "mamba2_chunk_scan", "mamba2_selective_state_update"
+MODELS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
+BARE = {"D": None, "dt_bias": None}
+FIRST = {"initial_states": None, "return_final_states": False, "dt_limit": scans.NO_LIMITS}
+SERVED = {
+    SCAN: ({}, BARE, FIRST, {"dt_softplus": False}),
+    UPDATE: ({}, BARE, {"z": None}),
+}
+
+
+def own_of(model, name):
+    """transformers' torch code."""
+    return inspect.unwrap(
+        getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name)
+    )
+
+
+def answers(function, given):
+    """What it returns, and the state that it changes."""
+    with attnops.use({"mamba2_scan": "reference"}), torch.no_grad():
+        found = function(**given)
+    written = (given["state"],) if "state" in given else ()
+    return (*(found if isinstance(found, tuple) else (found,)), *written)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("name", "changes"), [(name, each) for name, many in SERVED.items() for each in many]
+)
+def test_results_are_those_of_transformers(name, changes, model):
+    def unused(*_, **__):
+        raise AssertionError("transformers' own code was called")
+
+    want = answers(own_of(model, name), scans.inputs(name) | changes)
+    got = answers(scans.OURS[name](unused), scans.inputs(name) | changes)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def by_number(name):
+    """One dim more of what has one number of a head, none of them equal."""
+    return scans.inputs(UPDATE)[name] + scans.numbers(6)
+
+
+LEFT = {
+    "of several texts": (SCAN, {"seq_idx": torch.zeros(2, 70, dtype=torch.int32)}),
+    "steps below 0": (SCAN, {"dt_limit": (-1.0, 1.0)}),
+    "steps of 0": (SCAN, {"dt_limit": (0.0, 0.0)}),
+    "a step of each number": (UPDATE, {"dt": by_number("dt")}),
+    "a bias of each number": (UPDATE, {"dt_bias": by_number("dt_bias")}),
+    "no softplus": (UPDATE, {"dt_softplus": False}),
+    "narrow states": (UPDATE, {"state": scans.inputs(UPDATE)["state"].bfloat16()}),
+    "tokens of two dtypes": (UPDATE, {"B": scans.inputs(UPDATE)["B"].double()}),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_calls_that_the_op_does_not_have_are_left(why):
+    name, changes = LEFT[why]
+    own, calls = own_of("bamba", name), []
+
+    def counted(*args, **more):
+        calls.append(more)
+        return own(*args, **more)
+
+    given = [scans.inputs(name) | changes for _ in range(2)]
+    for each in given:
+        if "state" in each:
+            each["state"] = each["state"].clone()
+    want, got = answers(own, given[0]), answers(scans.OURS[name](counted), given[1])
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert len(calls) == 1
+
+
+def test_a_call_of_no_kernel_is_left():
+    own = own_of("bamba", SCAN)
+    given = scans.inputs(SCAN)
+    torch.testing.assert_close(scans.OURS[SCAN](own)(**given), own(**given), rtol=0, atol=0)
+
+
+def view_of(state, lengths, fresh=False):
+    batch = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(), max_seqlen_q=max(lengths)
+    )
+    return SimpleNamespace(states=SimpleNamespace(state=state), batch=batch, fresh=fresh)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_requests_of_a_step_are_those_alone(fresh):
+    """Two texts, one after the other."""
+    given, own = scans.inputs(SCAN), own_of("bamba", SCAN)
+    state, lengths = given.pop("initial_states"), (3, 67)
+    whole = {n: x[:1] if n in ("hidden_states", "dt", "B", "C") else x for n, x in given.items()}
+    want = []
+    for b, rows in enumerate((slice(0, 3), slice(3, 70))):
+        part = {n: x[:, rows] if x is not given[n] else x for n, x in whole.items()}
+        want.append(own(**part, initial_states=None if fresh else state[b : b + 1]))
+    written = state.clone()
+    with attnops.use({"mamba2_scan": "reference"}):
+        got = scans.over(view_of(written, lengths, fresh))[SCAN](**whole)
+    outputs, states = (
+        torch.cat(parts, dim) for parts, dim in zip(zip(*want, strict=True), (1, 0), strict=True)
+    )
+    torch.testing.assert_close(got, (outputs, states), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(written, states, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [SCAN, UPDATE])
+def test_next_tokens_of_a_step_are_those_of_an_update(name):
+    """As two rows, or as one row of two requests of one token, whose steps have no limits."""
+    given = scans.inputs(UPDATE)
+    want = answers(own_of("bamba", UPDATE), given | {"state": given["state"].clone()})
+    state = given["state"].clone()
+    functions = scans.over(view_of(state, (1, 1)))
+    if name == SCAN:
+        gate = torch.nn.functional.silu(given.pop("z"))
+        del given["state"]
+        rows = {n: given.pop(n)[None] for n in ("hidden_states", "B", "C")}
+        heads = {n: given.pop(n)[:, 0] for n in ("D", "dt_bias")}
+        rows["dt"], heads["A"] = given.pop("dt")[None, ..., 0], given.pop("A")[:, 0, 0]
+        given |= rows | heads | {"chunk_size": 32, "dt_limit": (0.3, 1.2)}
+    with attnops.use({"mamba2_scan": "reference"}):
+        got = functions[name](**given) if name == SCAN else functions[name](*given.values())
+    got = got[0] * gate if name == SCAN else got
+    torch.testing.assert_close((got, state), want, rtol=1e-4, atol=1e-5)
