@@ -446,6 +446,17 @@ def _without_negation(op: Op, overload: Any) -> Callable[..., Any]:
     return run
 
 
+def gradients(op: str, given: Mapping[str, Any], wants: Mapping[str, bool]) -> list[Tensor | None]:
+    """Of each tensor of `op`, as `<op>_backward` finds them; None where `wants` does not ask.
+
+    given: the arguments of `<op>_backward` by name, and others.
+    """
+    gradient = OPS[f"{op}_backward"]
+    results = gradient(gradient.call(*(given[n] for n in gradient.names)))
+    found = dict(zip(gradient.results, results, strict=True))
+    return [found.get(f"grad_{n}") if wanted else None for n, wanted in wants.items()]
+
+
 def blank(call: Any) -> Any:
     """The call without its tensors, for a Function that is given them beside it."""
     return changed(call, **{a.name: None for a in call.spec.args if a.tensor})

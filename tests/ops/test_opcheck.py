@@ -130,7 +130,13 @@ GRAD_FEATURES = {
 }
 
 
-MERGES = {"merge_state": (5, 2, 4), "merge_states": (5, 3, 2, 4)}
+PLAIN = {
+    "merge_state": ((5, 2, 4),),
+    "merge_states": ((5, 3, 2, 4),),
+    "causal_conv1d": ((3, 2), 4, 3),
+    "gated_delta_rule": ((3, 2), 1, 2, 4, 3),
+}
+"""Rows of ops that have none of the features."""
 SQUARE = ("bfloat16",)
 """As many queries as keys; the others have fewer. Some kernels differentiate one and not the
 other."""
@@ -138,9 +144,11 @@ other."""
 
 def grad_call(op, name) -> Call:
     source, features, square = Source(1), GRAD_FEATURES[name], name in SQUARE
-    if op in MERGES:
-        return make_call(op, source, MERGES[op], features.dtype).map(
-            lambda _, t: t.requires_grad_()
+    if op in PLAIN:
+        written = [a.name for a in OPS[op].spec.args if a.written]
+        call = make_call(op, source, *PLAIN[op], features.dtype)
+        return call.map(
+            lambda n, t: t.requires_grad_(n not in written) if t.is_floating_point() else t
         )
     if op == "attention":
         call = make_call("attention", source, 2, 5, 5 if square else 7, features)
@@ -164,10 +172,10 @@ def grad_call(op, name) -> Call:
 @pytest.mark.parametrize(("op", "name"), DIFFERENTIABLE, ids=lambda v: v)
 def test_opcheck_with_gradients(op, name, features):
     call = grad_call(op, features)
-    if op in MERGES and features not in ("plain", "bfloat16"):
-        pytest.skip("a merge has no such feature")
+    if op in PLAIN and features not in ("plain", "bfloat16"):
+        pytest.skip("the op has no such feature")
     # Training asks every kernel for lse: the backward needs it.
-    asked = (call if op in MERGES else call.with_(return_lse=True)).problem
+    asked = (call if op in PLAIN else call.with_(return_lse=True)).problem
     if name != "default" and (refused := kernels_of(op)[name].refusals(asked)):
         pytest.skip("; ".join(map(str, refused)))
     check(op, name, call)

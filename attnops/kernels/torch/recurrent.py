@@ -8,7 +8,7 @@ side.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,58 @@ from torch.nn import functional as F
 
 from attnops.core.kernel import Inline, Invariant, Kernel, device, register
 from attnops.core.problem import Problem
+from attnops.core.tensors import compact
 from attnops.kernels.shared.recurrent import CHUNK, CONV_TAKES, chunks_of, conv_us, rule_us
 from attnops.kernels.torch.by_request import by_request
 from attnops.ops.recurrent import reference as formulas
 
 if TYPE_CHECKING:
-    from attnops.ops.recurrent.record import GatedDeltaRule
+    from attnops.ops.recurrent.record import GatedDeltaRule, GatedDeltaRuleBackward
     from attnops.ops.recurrent.scan import Mamba2Scan
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CONV_GRADIENT = formulas.causal_conv1d_backward
+NONE = frozenset[str]()
+ON_CPU = Invariant((device("cpu"),))
 LAUNCH_US = 5.0
+_rule_gradient = by_request(formulas.gated_delta_rule_backward)
+
+
+class Chunks(NamedTuple):
+    """What tokens are whatever the state before their chunk, `[B, Hv, chunks, CHUNK, ...]`.
+
+    passed: sums of decays within the chunk. between: what is left at a row's token of a column's.
+    system: its strictly lower part and 1 on the diagonal, times the new values, is what a token
+    adds. seen: the weights of new values in the output. values - keys @ state: the new values.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    passed: Tensor
+    between: Tensor
+    system: Tensor
+    seen: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+solve = torch.linalg.solve_triangular
+
+
+def solved(call: Any, rows: Tensor, there: Tensor) -> Chunks:
+    """The chunks of a call."""
+    q, k, v, decay, beta = map(_chunked, formulas.inputs_of(call, rows, there))
+    passed = decay.cumsum(-1)
+    between = _between(passed)
+    beta = beta[..., None]
+    system = (k * beta) @ k.mT * between
+    seen = q @ k.mT * between
+    values = solve(system, v * beta, upper=False, unitriangular=True)
+    of_state = k * beta * passed.exp()[..., None]
+    keys = solve(system, of_state, upper=False, unitriangular=True)
+    return Chunks(q, k, v, beta, passed, between, system, seen, keys, values)
 
 
 def gated_delta_rule(call: GatedDeltaRule) -> None:
@@ -33,27 +75,84 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
     if formulas.is_blank(call):
         return
     rows, there = formulas.rows_of(call)
-    q, k, v, decay, beta = map(_chunked, formulas.inputs_of(call, rows, there))
-    passed = decay.cumsum(-1)
-    between = _between(passed)
-    system = (k * beta[..., None]) @ k.mT * between
-    seen = q @ k.mT * between
-    keys = k * (beta * passed.exp())[..., None]
-    solve = torch.linalg.solve_triangular
-    values = solve(system, v * beta[..., None], upper=False, unitriangular=True)
-    keys = solve(system, keys, upper=False, unitriangular=True)
-
-    q = q * passed.exp()[..., None]
-    k = k * (passed[..., -1:] - passed).exp()[..., None]
-    left = passed[..., -1].exp()[..., None, None]
+    c = solved(call, rows, there)
+    q = c.q * c.passed.exp()[..., None]
+    k = c.k * (c.passed[..., -1:] - c.passed).exp()[..., None]
+    left = c.passed[..., -1].exp()[..., None, None]
     state, outputs = formulas.state_before(call).to(k.dtype), list[Tensor]()
     for i in range(k.shape[2]):
-        new = values[:, :, i] - keys[:, :, i] @ state
-        outputs.append(q[:, :, i] @ state + seen[:, :, i] @ new)
+        new = c.values[:, :, i] - c.keys[:, :, i] @ state
+        outputs.append(q[:, :, i] @ state + c.seen[:, :, i] @ new)
         state = state * left[:, :, i] + k[:, :, i].mT @ new
     found = torch.cat(outputs, 2)[:, :, : call.max_seqlen_q]
     formulas.put(call, found.transpose(1, 2), rows, there)
     call.state.copy_(state)
+
+
+def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
+    """By chunks: the states before them in turn, their gradients in turn from the last, and then
+    all tokens at once."""
+    rows, there = formulas.rows_of(call)
+    state, after = formulas.state_of(call), call.grad_after
+    if not (call.max_seqlen_q and rows.numel()):
+        return formulas.rule_gradients(call, [], after, rows, there)
+    c = solved(call, rows, there)
+    of_output = _chunked(formulas.padded(call.grad_output, rows, there, state.dtype))
+    fades = c.passed.exp()[..., None]
+    stays = (c.passed[..., -1:] - c.passed).exp()[..., None]
+    left = c.passed[..., -1].exp()[..., None, None]
+    q, k, straight = c.q * fades, c.k * stays, c.seen.mT @ of_output
+    states, afters = list[Tensor](), list[Tensor]()
+    for i in range(k.shape[2]):
+        states.append(state)
+        new = c.values[:, :, i] - c.keys[:, :, i] @ state
+        state = state * left[:, :, i] + k[:, :, i].mT @ new
+    after = after.to(state.dtype)
+    for i in reversed(range(k.shape[2])):
+        afters.append(after)
+        of_new = straight[:, :, i] + k[:, :, i] @ after
+        after = after * left[:, :, i] + q[:, :, i].mT @ of_output[:, :, i]
+        after = after - c.keys[:, :, i].mT @ of_new
+    found = _of_tokens(c, torch.stack(states, 2), torch.stack(afters[::-1], 2), of_output)
+    longest = call.max_seqlen_q
+    by_token = [x.flatten(2, 3)[:, :, :longest].transpose(1, 2) for x in found]
+    return formulas.rule_gradients(call, by_token, after, rows, there)
+
+
+def _of_tokens(c: Chunks, state: Tensor, after: Tensor, of_output: Tensor) -> list[Tensor]:
+    """Gradients of query, key, value, decay and beta. state, after: before each chunk, and the
+    gradient of that after it."""
+    fades = c.passed.exp()[..., None]
+    stays = (c.passed[..., -1:] - c.passed).exp()[..., None]
+    left = c.passed[..., -1].exp()
+    new = c.values - c.keys @ state
+    of_new = c.seen.mT @ of_output + c.k * stays @ after
+    of_right = solve(c.system.mT, of_new, upper=True, unitriangular=True)
+    of_system = -(of_right @ new.mT).tril(-1)
+    of_seen = (of_output @ new.mT).tril()
+    error = c.v - fades * (c.k @ state)
+    grams = c.k @ c.k.mT * c.between
+    of_beta = (of_right * error).sum(-1) + (of_system * grams).sum(-1)
+    reads = fades * (of_output @ state.mT)
+    holds = c.beta * fades * (of_right @ state.mT)
+    keeps = stays * (new @ after.mT)
+    by_query, by_key = of_seen * c.between, of_system * c.beta * c.between
+    of_q = reads + by_query @ c.k
+    of_k = by_query.mT @ c.q + (by_key + by_key.mT) @ c.k - holds + keeps
+    pairs = of_seen * c.seen + of_system * c.system
+    kept = (keeps * c.k).sum(-1)
+    of_passed = pairs.sum(-1) - pairs.sum(-2) + (reads * c.q - holds * c.k).sum(-1) - kept
+    of_left = kept.sum(-1, keepdim=True) + (left * (state * after).sum((-2, -1)))[..., None]
+    of_decay = of_passed.flip(-1).cumsum(-1).flip(-1) + of_left
+    return [of_q, of_k, c.beta * of_right, of_decay, of_beta]
+
+
+def rule_gradient(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
+    """The reference, that takes the requests that have tokens one by one where the policy is
+    deterministic."""
+    *found, of_state = _rule_gradient(call)
+    is_empty = (call.cu_seqlens_q.diff() == 0)[:, None, None, None]
+    return (*found, compact(torch.where(is_empty, call.grad_after, of_state)))
 
 
 def mamba2_scan(call: Mamba2Scan) -> None:
@@ -103,44 +202,54 @@ def conv_cost_us(p: Problem) -> float:
     return launches * (2.5 + conv_us(p))
 
 
-for _rule in (gated_delta_rule, mamba2_scan):
+for _op, _rule in (
+    ("gated_delta_rule", gated_delta_rule),
+    ("gated_delta_rule_backward", gated_delta_rule_backward),
+    ("mamba2_scan", mamba2_scan),
+):
     register(
         Kernel(
             "aten",
-            _rule.__name__,
+            _op,
             _rule,
             dtypes=FLOATS,
             cost_us=rule_cost_us,
             about="torch's own products, by chunks of 64 tokens",
         )
     )
-register(
-    Kernel(
-        "aten",
-        "causal_conv1d",
-        formulas.causal_conv1d,
-        CONV_TAKES,
-        FLOATS,
-        cost_us=conv_cost_us,
-        inline=Inline(),
-        about="torch's own ops; the compiler fuses them",
+for _op, _conv in (
+    ("causal_conv1d", formulas.causal_conv1d),
+    ("causal_conv1d_backward", CONV_GRADIENT),
+):
+    register(
+        Kernel(
+            "aten",
+            _op,
+            _conv,
+            CONV_TAKES,
+            FLOATS,
+            cost_us=conv_cost_us,
+            inline=Inline(),
+            about="torch's own ops; the compiler fuses them",
+        )
     )
-)
-for _op, _run, _takes, _us in (
-    ("gated_delta_rule", formulas.gated_delta_rule, frozenset[str](), rule_cost_us),
-    ("mamba2_scan", formulas.mamba2_scan, frozenset[str](), rule_cost_us),
-    ("causal_conv1d", formulas.causal_conv1d, CONV_TAKES, conv_cost_us),
+for _op, _run, _takes, _us, _invariant in (
+    ("gated_delta_rule", by_request(formulas.gated_delta_rule), NONE, rule_cost_us, ON_CPU),
+    ("gated_delta_rule_backward", rule_gradient, NONE, rule_cost_us, ON_CPU),
+    ("mamba2_scan", by_request(formulas.mamba2_scan), NONE, rule_cost_us, ON_CPU),
+    ("causal_conv1d", by_request(formulas.causal_conv1d), CONV_TAKES, conv_cost_us, ON_CPU),
+    ("causal_conv1d_backward", CONV_GRADIENT, CONV_TAKES, conv_cost_us, Invariant()),
 ):
     register(
         Kernel(
             "reference",
             _op,
-            by_request(_run),
+            _run,
             _takes,
             FLOATS,
             cost_us=lambda p, us=_us: 1000.0 + 10.0 * us(p),  # type: ignore[misc]
             judge=True,
-            invariant=Invariant((device("cpu"),)),
+            invariant=_invariant,
             about="plain torch, float32 accumulation, token after token",
         )
     )

@@ -35,6 +35,11 @@ def _conv_us(p: Problem) -> float:
     return 3.0 + 2.0 * conv_us(p)
 
 
+def _conv_gradient_us(p: Problem) -> float:
+    """A launch and a sum. Not measured."""
+    return 12.0 + 6.0 * conv_us(p)
+
+
 for _op, _module in (("gated_delta_rule", "recurrent"), ("mamba2_scan", "scan")):
     own(
         _op,
@@ -53,5 +58,12 @@ own(
     launched("recurrent", "causal_conv1d"),
     _conv_us,
     "attnops' own, a tile of tokens and channels a program",
+    CONV_TAKES,
+)
+own(
+    "causal_conv1d_backward",
+    launched("recurrent_gradient", "causal_conv1d_backward"),
+    _conv_gradient_us,
+    "attnops' own, a tile of inputs and channels a program",
     CONV_TAKES,
 )

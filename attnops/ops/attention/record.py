@@ -11,7 +11,7 @@ from torch import Tensor
 from attnops.core import eager_cache
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, NoGradient, fail
-from attnops.core.op import OPS, Op, applied, below, blank, define, tensors_of
+from attnops.core.op import OPS, Op, applied, below, blank, define, gradients, tensors_of
 from attnops.core.problem import surely
 from attnops.core.record import (
     FLOAT32,
@@ -60,26 +60,14 @@ class _Attention(torch.autograd.Function):
         ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         *tensors, output, lse = ctx.saved_tensors
-        op, gradient = OPS[ctx.op], OPS[f"{ctx.op}_backward"]
+        op = OPS[ctx.op]
         wants = dict(zip(op.tensors, ctx.needs_input_grad[3:], strict=True))
         given = dict(zip(op.names, ctx.call, strict=True)) | dict(
             zip(op.tensors, tensors, strict=True)
         )
         given |= {"output": output, "lse": lse, "grad_lse": grad_lse, "mask_grad": wants["mask"]}
         given["grad_output"] = torch.zeros_like(output) if grad_output is None else grad_output
-        found = dict(
-            zip(
-                gradient.results,
-                gradient(gradient.call(*(given[n] for n in gradient.names))),
-                strict=True,
-            )
-        )
-        return (
-            None,
-            None,
-            None,
-            *(found.get(f"grad_{n}") if wants[n] else None for n in op.tensors),
-        )
+        return None, None, None, *gradients(ctx.op, given, wants)
 
 
 def differentiable(run: Any, call: Any) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from attnops.ops.case_data import BF16, F16, F32, F64, Given, Grid, Rows, Scene, at
@@ -162,8 +164,27 @@ def _inputs(scene: Scene, kept: int = 0, by_channel: bool = False) -> Given:
     }
 
 
+def _of_conv(scene: Scene, **more: Any) -> Given:
+    return _gradient(scene, more.pop("fresh", False), **_inputs(scene, **more))
+
+
+def _of_tokens(scene: Scene, fresh: bool = False, **more: Any) -> Given:
+    sizes = scene.sizes
+    shape = (sizes["B"], sizes["Hv"], sizes["Dk"], sizes["Dv"])
+    return _gradient(scene, fresh, **_tokens(scene, **more), state=scene.source.normal(*shape))
+
+
+def _gradient(scene: Scene, fresh: bool, state: torch.Tensor, **inputs: Any) -> Given:
+    """The inputs of a gradient."""
+    scene.free["grad_output"] = scene.free["tokens"]
+    after = scene.source.normal(*state.shape, dtype=state.dtype)
+    return inputs | {"grad_after": after} | ({} if fresh else {"state": state})
+
+
 CASES = {
     "gated_delta_rule": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _tokens),
+    "gated_delta_rule_backward": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _of_tokens),
     "mamba2_scan": Grid("q_lens Hk Hv Dk Dv dtype", SCANS, _steps),
     "causal_conv1d": Grid("q_lens C W dtype", CONVS, _inputs),
+    "causal_conv1d_backward": Grid("q_lens C W dtype", CONVS, _of_conv),
 }

@@ -12,16 +12,21 @@ from attnops.core.checks import check_strided
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
-from attnops.core.record import FLOATS, INT32, KW_ONLY, Sizes, arg, record
+from attnops.core.record import FLOATS, INT32, KW_ONLY, Result, Sizes, arg, record
 from attnops.ops import rules, typical
-from attnops.ops.recurrent.reference import causal_conv1d as reference
+from attnops.ops.recurrent import reference
+from attnops.ops.recurrent.gradient import differentiable
 
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
     return {"in_features": int(sizes["C"])}
 
 
-@record("causal_conv1d", least={"C": ">= 1 channel", "W": ">= 1 number"}, facts=_facts)
+LEAST = {"C": ">= 1 channel", "W": ">= 1 number"}
+SILU = arg(default="", choices=("", "silu"))
+
+
+@record("causal_conv1d", least=LEAST, facts=_facts)
 class CausalConv1d(rules.Queries):
     """The tokens of packed requests, and the inputs before them."""
 
@@ -30,26 +35,61 @@ class CausalConv1d(rules.Queries):
     cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
     bias: Tensor | None = arg("C", "x", default=None)
     _: KW_ONLY
-    activation: str = arg(default="", choices=("", "silu"))
+    activation: str = SILU
     fresh: bool = arg(default=False, always=True)
     padded: bool = rules.PADDED
     output: Tensor = arg("T, C", "x", written=True)
     state: Tensor = arg("B, C, >= W - 1", "x", written=True, holds="states")
 
 
+QWEN3_NEXT: typical.Leaves = {
+    **typical.BF16,
+    **typical.SIZES,
+    "in_features": 8192,
+    "asks": frozenset(("activation",)),
+}
 CAUSAL_CONV1D = define(
     Op(
         CausalConv1d,
-        reference,
+        reference.causal_conv1d,
+        differentiable,
         about="causal convolution of each channel, over packed requests with their last inputs",
-        typical=(
-            {
-                **typical.BF16,
-                **typical.SIZES,
-                "in_features": 8192,
-                "asks": frozenset(("activation",)),
-            },
-        ),
+        typical=(QWEN3_NEXT,),
+    )
+)
+
+
+@record(
+    "causal_conv1d_backward",
+    Result("grad_x", like="x"),
+    Result("grad_weight", like="weight"),
+    Result("grad_bias", like="bias"),
+    Result("grad_state", like="grad_after"),
+    least=LEAST,
+    facts=_facts,
+)
+class CausalConv1dBackward(rules.Queries):
+    """The gradient of the convolution. Without `state` the requests are fresh."""
+
+    x: Tensor = arg("T, C", FLOATS)
+    weight: Tensor = arg("C, W", "x")
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
+    grad_output: Tensor = arg("T, C", "x", facts=rules.GRADIENT)
+    grad_after: Tensor = arg("B, C, >= W - 1", "x")
+    state: Tensor | None = arg("B, C, S", "x", default=None, always=True)
+    bias: Tensor | None = arg("C", "x", default=None)
+    _: KW_ONLY
+    activation: str = SILU
+    padded: bool = rules.PADDED
+
+
+define(
+    Op(
+        CausalConv1dBackward,
+        reference.causal_conv1d_backward,
+        once=True,
+        about="gradient of the causal convolution",
+        typical=({**QWEN3_NEXT, "grad": True},),
     )
 )
 
@@ -68,7 +108,8 @@ def causal_conv1d(
     output: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """A causal convolution of each channel over the tokens of packed requests. No gradient.
+    """A causal convolution of each channel over the tokens of packed requests.
+    Differentiable in x, weight, bias and state.
 
     Token t of a request gives `sum(weight[:, w] * x[t + w - (W - 1)] for w in range(W)) + bias`,
     where inputs before its first token are the last numbers of `state`.
@@ -95,8 +136,8 @@ def causal_conv1d(
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input
-            requires grad. UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract, or `state` or `output`
+            is a leaf that requires grad. UnknownKernel, NoKernel.
     """
     eager_cache.tensors(x=x)
     check_strided("x", x, "T, C")

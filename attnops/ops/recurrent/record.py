@@ -11,9 +11,21 @@ from attnops.core.checks import check_strided
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
-from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, Sizes, arg, need, place, record
+from attnops.core.record import (
+    FLOAT32,
+    FLOATS,
+    INT32,
+    KW_ONLY,
+    Result,
+    Sizes,
+    arg,
+    need,
+    place,
+    record,
+)
 from attnops.ops import rules, typical
-from attnops.ops.recurrent.reference import gated_delta_rule as reference
+from attnops.ops.recurrent import reference
+from attnops.ops.recurrent.gradient import differentiable
 
 LEAST = {
     "Hk": ">= 1 head",
@@ -62,13 +74,52 @@ QWEN3_NEXT: typical.Leaves = {
 GATED_DELTA_RULE = define(
     Op(
         GatedDeltaRule,
-        reference,
+        reference.gated_delta_rule,
+        differentiable,
         flops="6 * T * Hv * Dk * Dv",
         about="gated delta rule of linear attention, over packed requests with their states",
         typical=(
             {**QWEN3_NEXT, **typical.SIZES},
             {**QWEN3_NEXT, **typical.SIZES, **typical.STEP, "queries": typical.DECODE["queries"]},
         ),
+    )
+)
+
+
+@record(
+    "gated_delta_rule_backward",
+    *rules.gradients("query", "key", "value", "decay", "beta"),
+    Result("grad_state", like="grad_after"),
+    least=LEAST,
+    rules=heads_divide,
+    problem=MEASURES,
+)
+class GatedDeltaRuleBackward(rules.Queries):
+    """The gradient of the gated delta rule. Without `state` the requests are fresh."""
+
+    query: Tensor = arg("T, Hk, Dk", FLOATS, unit_stride=True)
+    key: Tensor = arg("T, Hk, Dk", "query", unit_stride=True)
+    value: Tensor = arg("T, Hv, Dv", "query", unit_stride=True)
+    decay: Tensor = arg("T, Hv", FLOAT32)
+    beta: Tensor = arg("T, Hv", FLOATS)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
+    grad_output: Tensor = arg("T, Hv, Dv", "query", facts=rules.GRADIENT)
+    grad_after: Tensor = arg("B, Hv, Dk, Dv", FLOAT32)
+    state: Tensor | None = arg("B, Hv, Dk, Dv", FLOAT32, default=None, always=True)
+    _: KW_ONLY
+    scale: float = arg(holds="scale_of_logits")
+    normalize: bool = arg(default=False, always=True)
+    padded: bool = rules.PADDED
+
+
+define(
+    Op(
+        GatedDeltaRuleBackward,
+        reference.gated_delta_rule_backward,
+        once=True,
+        flops="16 * T * Hv * Dk * Dv",
+        about="gradient of the gated delta rule",
+        typical=({**QWEN3_NEXT, **typical.SIZES, "grad": True},),
     )
 )
 
@@ -90,7 +141,8 @@ def gated_delta_rule(
     output: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """The gated delta rule over the tokens of packed requests. No gradient.
+    """The gated delta rule over the tokens of packed requests. Differentiable in query,
+    key, value, decay, beta and state.
 
     Each value head of a request has a state S `[Dk, Dv]`. A token with key k, value v and query q
     changes it and reads it:
@@ -125,8 +177,8 @@ def gated_delta_rule(
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input
-            requires grad. UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract, or `state` or `output`
+            is a leaf that requires grad. UnknownKernel, NoKernel.
     """
     eager_cache.tensors(query=query, value=value)
     for field, given, dims in (("query", query, "T, Hk, Dk"), ("value", value, "T, Hv, Dv")):

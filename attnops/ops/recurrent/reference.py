@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnops.core.tensors import wide
+from attnops.core.tensors import compact, wide
 
 if TYPE_CHECKING:
-    from attnops.ops.recurrent.conv import CausalConv1d
-    from attnops.ops.recurrent.record import GatedDeltaRule
+    from attnops.ops.recurrent.conv import CausalConv1d, CausalConv1dBackward
+    from attnops.ops.recurrent.record import GatedDeltaRule, GatedDeltaRuleBackward
     from attnops.ops.recurrent.scan import Mamba2Scan
 
 EPS = 1e-6
@@ -36,6 +36,71 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
         outputs.append(read(state, q[t]))
     put(call, torch.stack(outputs, 1), rows, there)
     call.state.copy_(state)
+
+
+def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
+    """The reference of the gradient: token after token, from the last."""
+    rows, there = rows_of(call)
+    q, k, v, decay, beta = (x.unbind(1) for x in inputs_of(call, rows, there))
+    of_output = padded(call.grad_output, rows, there, wide(call.query).dtype).unbind(1)
+    states = [state_of(call)]
+    for t in range(call.max_seqlen_q):
+        faded = states[t] * decay[t].exp()[..., None, None]
+        delta = (v[t] - read(faded, k[t])) * beta[t][..., None]
+        states.append(faded + k[t][..., None] * delta[..., None, :])
+    grad, found = call.grad_after.to(states[0].dtype), list[tuple[Tensor, ...]]()
+    for t in reversed(range(call.max_seqlen_q)):
+        left, b = decay[t].exp()[..., None, None], beta[t][..., None]
+        faded = states[t] * left
+        error = v[t] - read(faded, k[t])
+        of_q = read(states[t + 1].mT, of_output[t])
+        grad = grad + q[t][..., None] * of_output[t][..., None, :]
+        of_delta = read(grad, k[t])
+        of_v = of_delta * b
+        of_k = read(grad.mT, error * b) - read(faded.mT, of_v)
+        grad = grad - k[t][..., None] * of_v[..., None, :]
+        of_decay = (grad * faded).sum((-2, -1))
+        grad = grad * left
+        found.append((of_q, of_k, of_v, of_decay, (of_delta * error).sum(-1)))
+    by_token = [torch.stack(x[::-1], 1) for x in zip(*found, strict=True)]
+    return rule_gradients(call, by_token, grad, rows, there)
+
+
+def state_of(call: Any) -> Tensor:
+    """The states before the tokens of a gradient."""
+    given = torch.zeros_like(call.grad_after) if call.state is None else call.state
+    return given.to(wide(call.query).dtype)
+
+
+def rule_gradients(
+    call: GatedDeltaRuleBackward, found: list[Tensor], of_state: Tensor, rows: Tensor, there: Tensor
+) -> tuple[Tensor, ...]:
+    """The results of the gradient, from those of what `inputs_of` returns, and of the states."""
+    given = call.query, call.key, call.value, call.decay, call.beta
+    if not found:  # there are no tokens
+        return (*map(torch.zeros_like, map(compact, given)), compact(call.grad_after.clone()))
+    of_q, of_k, *others = found
+    heads = call.key.shape[1], -1
+    both = []
+    for of_x, x in ((of_q * call.scale, call.query), (of_k, call.key)):
+        grad = of_x.unflatten(2, heads).sum(3)
+        if call.normalize:
+            x = padded(x, rows, there, grad.dtype)
+            factor = to_one(x)
+            one = x * factor
+            grad = factor * (grad - one * (one * grad).sum(-1, keepdim=True))
+        both.append(grad)
+    if call.state is None:
+        begins = call.cu_seqlens_q.diff() > 0
+        of_state = of_state.masked_fill(begins[:, None, None, None], 0.0)
+    tokens = call.value.shape[0]
+    return (
+        *(
+            packed(x, rows, there, tokens).to(like.dtype)
+            for x, like in zip((*both, *others), given, strict=True)
+        ),
+        compact(of_state.to(call.grad_after.dtype)),
+    )
 
 
 def state_before(call: Any) -> Tensor:
@@ -69,15 +134,15 @@ def rows_of(call: Any) -> tuple[Tensor, Tensor]:
 
 
 def inputs_of(
-    call: GatedDeltaRule, rows: Tensor, there: Tensor
+    call: Any, rows: Tensor, there: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled. They
     are 0 where there is no token: the state stays as it is there."""
     given = (call.query, call.key, call.value, call.decay, call.beta)
     q, k, v, decay, beta = (padded(x, rows, there, wide(call.query).dtype) for x in given)
-    group = call.value.shape[1] // call.key.shape[1]
     if call.normalize:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
+        q, k = q * to_one(q), k * to_one(k)
+    group = v.shape[2] // k.shape[2]
     q, k = ((x.repeat_interleave(group, 2)) for x in (q * call.scale, k))
     return q, k, v, decay, beta
 
@@ -88,37 +153,94 @@ def padded(x: Tensor, rows: Tensor, there: Tensor, dtype: torch.dtype) -> Tensor
     return torch.where(at, x[rows].to(dtype), 0.0)
 
 
+def to_one(x: Tensor) -> Tensor:
+    """What makes vectors one long."""
+    return torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
 def put(call: Any, found: Tensor, rows: Tensor, there: Tensor) -> None:
     """Write the results `[B, max_seqlen_q, ...]` to the tokens' rows of the output, and 0 to the
     others."""
-    tokens = call.output.shape[0]
+    call.output.copy_(packed(found, rows, there, call.output.shape[0]))
+
+
+def packed(found: Tensor, rows: Tensor, there: Tensor, tokens: int) -> Tensor:
+    """`[B, max_seqlen_q, ...]` as `[T, ...]`, 0 where there is no token."""
     # Results of no token go to a row past the last, so that no size follows from the data.
     whole = found.new_zeros((tokens + 1, *found.shape[2:]))
     whole[torch.where(there, rows, tokens).flatten()] = found.flatten(0, 1)
-    call.output.copy_(whole[:tokens])
+    return whole[:tokens]
 
 
 def causal_conv1d(call: CausalConv1d) -> None:
     """The reference of `attnops.ops.causal_conv1d`."""
-    x, weight = wide(call.x), wide(call.weight)
-    (tokens, _), (requests, _, kept) = x.shape, call.state.shape
-    ends = call.cu_seqlens_q[1:].long()
+    whole, place, _, after = laid_out(call, state_before(call))
+    y = convolved(call, whole, place)
+    y = F.silu(y) if call.activation else y
+    call.output.copy_(torch.where((place < len(whole) - 1)[:, None], y, 0.0))
+    call.state.copy_(whole[after].transpose(1, 2))
+
+
+def laid_out(call: Any, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs `[T + B * S + 1, C]`: in front of the tokens of each request stand the S before them,
+    and the last row is 0. And the rows of tokens `[T]`, of which that of padding is the last, and
+    of the states before and after the tokens `[B, S]`."""
+    x, starts = wide(call.x), call.cu_seqlens_q.long()
+    (tokens, channels), (requests, _, kept) = x.shape, state.shape
     t = torch.arange(tokens, device=x.device)
-    owner = torch.searchsorted(ends, t, right=True)
+    owner = torch.searchsorted(starts[1:], t, right=True)
+    last = tokens + requests * kept
     real = owner < requests
-    # In front of the tokens of each request stand the inputs before them.
-    place = torch.where(real, t + (owner + 1) * kept, tokens + requests * kept)
-    before = torch.arange(requests * kept, device=x.device).view(requests, kept)
-    whole = x.new_zeros(tokens + requests * kept + 1, x.shape[1])
-    whole[place] = x
-    whole[before + call.cu_seqlens_q[:-1, None]] = wide(state_before(call)).transpose(1, 2)
+    place = torch.where(real, t + (owner + 1) * kept, last)
+    rows = torch.arange(requests * kept, device=x.device).view(requests, kept)
+    before = rows + starts[:-1, None]
+    whole = x.new_zeros(last + 1, channels)
+    whole[place] = torch.where(real[:, None], x, 0.0)
+    whole[before] = wide(state).transpose(1, 2)
+    return whole, place, before, rows + starts[1:, None]
+
+
+def convolved(call: Any, whole: Tensor, place: Tensor) -> Tensor:
+    """What the convolution gives of such inputs, before the activation."""
+    weight = wide(call.weight)
     width = weight.shape[1]
-    y = x.new_zeros(x.shape) if call.bias is None else wide(call.bias).expand(x.shape)
+    y = whole.new_zeros(call.x.shape) if call.bias is None else wide(call.bias).expand(call.x.shape)
     for w in range(width):
         y = y + whole[(place + w - (width - 1)).clamp(min=0)] * weight[:, w]
-    y = F.silu(y) if call.activation else y
-    call.output.copy_(torch.where(real[:, None], y, 0.0))
-    call.state.copy_(whole[before + ends[:, None]].transpose(1, 2))
+    return y
+
+
+def causal_conv1d_backward(call: CausalConv1dBackward) -> tuple[Tensor, ...]:
+    """The reference of the gradient: a convolution in the other direction."""
+    of_after, weight = wide(call.grad_after), wide(call.weight)
+    state = torch.zeros_like(of_after) if call.state is None else call.state
+    whole, place, before, after = laid_out(call, state)
+    last, width = len(whole) - 1, weight.shape[1]
+    real = (place < last)[:, None]
+    slope = torch.where(real, wide(call.grad_output), 0.0)
+    if call.activation:
+        y = convolved(call, whole, place)
+        share = y.sigmoid()
+        slope = slope * share * (1 + y * (1 - share))
+    slopes = torch.zeros_like(whole)
+    slopes[place] = slope
+    row = torch.arange(last + 1, device=whole.device)
+    grads, of_weight = torch.zeros_like(whole), list[Tensor]()
+    for w in range(width):
+        back = width - 1 - w
+        grads = grads + slopes[(row + back).clamp(max=last)] * weight[:, w]
+        of_weight.append((slope * whole[(place - back).clamp(min=0)]).sum(0))
+    grads[after] += of_after.transpose(1, 2)
+    of_state = grads[before].transpose(1, 2)
+    if call.state is None:
+        begins = call.cu_seqlens_q.diff() > 0
+        of_state = of_state.masked_fill(begins[:, None, None], 0.0)
+    return (
+        torch.where(real, grads[place], 0.0).to(call.x.dtype),
+        torch.stack(of_weight, 1).to(call.x.dtype),
+        call.x.new_empty(0) if call.bias is None else slope.sum(0).to(call.x.dtype),
+        compact(of_state.to(call.x.dtype)),
+    )
 
 
 def mamba2_scan(call: Mamba2Scan) -> None:
