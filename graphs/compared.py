@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core.fx_effects import storages
+from ..core.op import OPS
 from ..core.private_torch import OpOverload
 from .forms import filled, tensors_of
 from .record_functions import Recording
@@ -22,7 +23,7 @@ class Before:
     recording."""
 
     def __init__(self, graph: fx.Graph, flat: tuple[Any, ...]) -> None:
-        self.states = [flat[i] for i in _inputs(graph, "state")]
+        self.states = [flat[i] for i in _inputs(graph, "states")]
         self._copies = [t.clone() for t in self.states]
 
     def again(self) -> list[Tensor]:
@@ -38,7 +39,7 @@ def differs(found: Recording, flat: tuple[Any, ...], result: Any, before: Before
     has run on the same tensors, or write other ones into pages or states? result: of the forward.
     before: as it was before that."""
     graph = found.module.graph
-    pages = [flat[i] for i in _inputs(graph, "_pages") if flat[i].nbytes <= MOST_COMPARED]
+    pages = [flat[i] for i in _inputs(graph, "pages") if flat[i].nbytes <= MOST_COMPARED]
     want = tensors_of(result)
     written = [t.clone() for t in pages] + before.again()
     pages += before.states
@@ -50,18 +51,25 @@ def differs(found: Recording, flat: tuple[Any, ...], result: Any, before: Before
     return not (alike and all(map(_equal, got + pages, want + written)))
 
 
-def _inputs(graph: fx.Graph, end: str) -> list[int]:
-    """Which inputs an op of ours takes by a name with this end: pages or states, which it may
-    write."""
+def _inputs(graph: fx.Graph, holds: str) -> list[int]:
+    """Which inputs an op of ours takes that hold this: pages or states, which it may write."""
     taken: list[Any] = []
     for node in graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target.namespace == "attnops":
-            names = (argument.name for argument in node.target._schema.arguments)
-            given = dict(zip(names, node.args, strict=False)) | node.kwargs
-            taken += (x for name, x in given.items() if name.endswith(end))
+        op = OPS.get(_name(node.target))
+        if op is None:
+            continue
+        names = (argument.name for argument in node.target._schema.arguments)
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        taken += (given[a.name] for a in op.spec.args if a.holds == holds and a.name in given)
     found = {*_storages(x for x in taken if isinstance(x, fx.Node))}
     inputs = graph.find_nodes(op="placeholder")
     return [i for i, node in enumerate(inputs) if not found.isdisjoint(_storages([node]))]
+
+
+def _name(target: Any) -> str:
+    """Of an op of ours; "" of another."""
+    ours = isinstance(target, OpOverload) and target.namespace == "attnops"
+    return target._schema.name.removeprefix("attnops::") if ours else ""
 
 
 def _storages(nodes: Iterable[fx.Node]) -> Iterator[Any]:

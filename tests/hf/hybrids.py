@@ -65,6 +65,7 @@ def model(name: str) -> Any:
     """A float32 model in eval mode, always the same."""
     if name in tiny.NAMES:
         return tiny.model(name)
+    config: Any
     if name == "nemotron_h":
         config = transformers.NemotronHConfig(**_NEMOTRON)
     else:

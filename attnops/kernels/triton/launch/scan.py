@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING, Any
 from attnops.core.kernel import deterministic
 from attnops.core.record import changed
 from attnops.kernels.shared.launch.gpu import computed_in, flat, launch, steady
-from attnops.kernels.shared.recurrent import goes_by_chunks
+from attnops.kernels.shared.recurrent import goes_by_chunks, in_one_piece
 from attnops.kernels.shared.sizes import power
 from attnops.kernels.shared.tokens import clear
 from attnops.kernels.triton.device import scan as device
-from attnops.kernels.triton.launch.recurrent import (
-    CHUNK_VALUES,
-    STEP_VALUES,
-    columns,
-    in_one_piece,
-    stages,
-)
+from attnops.kernels.triton.launch.recurrent import CHUNK_VALUES, STEP_VALUES, columns, stages
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.scan import Mamba2Scan
