@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import attnops
-from attnops.core.errors import InvalidInput
+from attnops.core.errors import InvalidInput, NoGradient
 from attnops.graphs import kinds
 from attnops.graphs.compared import Before
 from attnops.hf import tiny
@@ -244,3 +244,11 @@ def test_a_row_that_comes_back_is_a_new_request(by_hand, deterministic, patched)
             got = model.generate(text, attention_mask=mask, past_key_values=cache, **more)
             assert torch.equal(got[1:, -12:], twin.generate(numbers(1, 6, 7), **more))
     handle.release()
+
+
+def test_gradients_are_refused_and_not_kept(patched):
+    model, handle = patched
+    cache = handle.new_cache(2, 64)
+    with torch.enable_grad(), pytest.raises(NoGradient):
+        model(numbers(2, 9), past_key_values=cache)
+    assert not any(states.requires_grad for states in cache.state.pages.states.tensors)

@@ -188,7 +188,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     @property
     def _states(self) -> States:
         found: States = self._owner.pages.states.layers[self._place]
-        return States(found.conv[: self.rows], found.state[: self.rows])
+        return States(*(t[: self.rows].detach() for t in found))
 
     @property
     def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
