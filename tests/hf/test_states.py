@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import attnops
-from attnops.core.errors import InvalidInput
+from attnops.core.errors import InvalidInput, NoGradient
 from attnops.graphs import kinds
 from attnops.graphs.compared import Before
 from attnops.hf import tiny
@@ -186,3 +186,76 @@ def test_capture_makes_no_compiled_steps(patched):
     assert set(handle.capture(cache).modes.values()) == {"whole"}
     assert handle._paged.decoder().regions is None
     handle.release()
+
+
+def stopped(model, layer, text, cache):
+    """Raise from a layer of the model."""
+
+    def stop(*_):
+        raise KeyError("the layer's own")
+
+    hook = model.model.layers[layer].register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(KeyError):
+            model.generate(text, past_key_values=cache, max_new_tokens=3, **GREEDY)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("layer", [1, 3])
+def test_an_error_half_way(layer, deterministic, patched):
+    """Of a prompt, before the pages count its tokens. Without a token in them the next prompt
+    begins again, also in a graph. Else some states are behind others, and none can go back."""
+    model, handle = patched
+    text, more = numbers(2, 9), {"max_new_tokens": 3, **GREEDY}
+    want = tiny.model(NAME).generate(text, **more)
+    with attnops.use(deterministic=deterministic):
+        model.generate(text, past_key_values=poisoned(handle, 2), **more)
+        cache = poisoned(handle, 2)
+        stopped(model, layer, text, cache)
+        longer = model.generate(text, past_key_values=cache, **more)
+        assert torch.equal(longer, want)
+        prompt = "" if deterministic else "captured"
+        assert (handle.took.prompt, handle.took.decode) == (prompt, "breakable")
+        longer = torch.cat([longer, numbers(2, 4, 3)], 1)
+        stopped(model, layer, longer, cache)
+        for _ in range(2):
+            with pytest.raises(InvalidInput, match="did not reach every layer"):
+                model.generate(longer, past_key_values=cache, **more)
+        cache.reset()
+        assert torch.equal(model.generate(text, past_key_values=cache, **more), want)
+    handle.release()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_row_that_comes_back_is_a_new_request(by_hand, deterministic, patched):
+    """With padding in place of all tokens before. Steps left the row out."""
+    model, handle = patched
+    twin, more = tiny.model(NAME), {"max_new_tokens": 6, **GREEDY}
+    with attnops.use(deterministic=deterministic):
+        for _ in range(2):
+            cache = handle.new_cache(2, 64)
+            model.generate(numbers(2, 9), past_key_values=cache, **more)
+            kept = int(cache.get_seq_length())
+            if by_hand:
+                handle.step(numbers(1, 1, 3), cache)
+            else:
+                with torch.no_grad():
+                    model(numbers(1, 4, 3), past_key_values=cache, logits_to_keep=1)
+            before = int(cache.get_seq_length())
+            assert before > kept
+            text, mask = (torch.zeros(2, before + 6, dtype=torch.long) for _ in range(2))
+            text[1, -6:], mask[1, -6:], mask[0] = numbers(1, 6, 7), 1, 1
+            got = model.generate(text, attention_mask=mask, past_key_values=cache, **more)
+            assert torch.equal(got[1:, -12:], twin.generate(numbers(1, 6, 7), **more))
+    handle.release()
+
+
+def test_gradients_are_refused_and_not_kept(patched):
+    model, handle = patched
+    cache = handle.new_cache(2, 64)
+    with torch.enable_grad(), pytest.raises(NoGradient):
+        model(numbers(2, 9), past_key_values=cache)
+    assert not any(states.requires_grad for states in cache.state.pages.states.tensors)

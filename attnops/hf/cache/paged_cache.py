@@ -31,7 +31,7 @@ from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.meanwhile import Meanwhile
 from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
 from attnops.hf.cache.step_plans import StepPlans
-from attnops.hf.models.states import OfStates, StateLayer, States
+from attnops.hf.models.states import OfStates, StateLayer, States, StepsOfStates
 
 
 class Behind(NamedTuple):
@@ -160,7 +160,7 @@ class Returned:
 
 
 @dataclass(eq=False)
-class State:
+class State(StepsOfStates):
     """The pages while one cache uses them, shared by the cache and its layers: when all of these
     are gone, the pages are free again.
 
@@ -173,6 +173,7 @@ class State:
     ahead: the batches of coming steps of one token, where the host may look at their numbers.
     waits: the model's own layers run its steps for now, while kernels of graphs are being compiled.
     moved: layers with states that tokens have reached.
+    begun, rows: as `StepsOfStates` has them.
     early: a prompt that runs on a stream of its own (`hf.steps.early`). Other work does not wait
         for it: it reads counters, which the prompt leaves alone.
     start, real: set while a step in graphs, of one token each, is traced or captured (see
@@ -192,12 +193,14 @@ class State:
     waits: bool = False
     early: Any = None
     moved: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
+    rows: int = 0
     name: ClassVar[str] = cache_names.NAME
 
     @property
     def whole(self) -> bool:
         """Are there tokens, and has every layer those of the last step?"""
-        return self.filled and not self.unfinished
+        return self.filled and not (self.unfinished or self.begun)
 
     def use(self) -> None:
         """As `ModelPages.use`, but for the trace or capture of a step, around which they are
@@ -217,6 +220,7 @@ class State:
         """End the step under way: its last layer has written, or it does not count."""
         self.step = self.start = self.real = self.before = None
         self.unfinished = 0
+        self.begun.clear()
 
     def clear(self) -> None:
         """Forget every token."""
@@ -467,6 +471,8 @@ class PagedModelCache(Cache):
         is whole."""
         if layer == self.last_layer:
             self.state.step, self.state.unfinished = None, 0
+            if self.states:
+                self.state.end_part(layer)
 
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
         state, unfinished = self.state, self.state.unfinished

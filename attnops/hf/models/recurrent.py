@@ -127,11 +127,15 @@ def served(cls: Any) -> type:
         if isinstance(cache, OfStates):
             run = rebound(cls.forward, {**of_op(cache), **convolutions.over(cache)})
             return run(self, hidden_states, *args, **kwargs)
-        if cache is not None:
-            _note_rows(cache.layers[self.layer_idx], hidden_states)
+        states = None if cache is None else cache.layers[self.layer_idx]
+        if isinstance(states, StateLayer):
+            states.begin(hidden_states.shape[0])
         stock = torch.is_grad_enabled() or is_dynamo_compiling() or is_recorded() or tracing()
         run = cls.forward if stock or _MARK not in vars(self) else ours
-        return run(self, hidden_states, *args, **kwargs)
+        out = run(self, hidden_states, *args, **kwargs)
+        if isinstance(states, StateLayer):
+            states.end()
+        return out
 
     return subclass(cls, {"forward": forward}, (served, cls))
 
@@ -139,11 +143,6 @@ def served(cls: Any) -> type:
 def _cache_in(given: Iterable[Any]) -> Any:
     """The cache among a module's arguments, or its part of a step; None without one."""
     return next((x for x in given if isinstance(x, (Cache, OfStates))), None)
-
-
-def _note_rows(layer: Any, hidden_states: Tensor) -> None:
-    if isinstance(layer, StateLayer):
-        layer.rows = hidden_states.shape[0]
 
 
 def rebound(function: Function, names: Mapping[str, Function]) -> Function:

@@ -117,10 +117,42 @@ class _Alone:
         return self._layer
 
 
+class StepsOfStates:
+    """What the State of a cache knows of the steps of a model whose layers have states.
+
+    begun: the layers with states and the last one with pages that have begun the step under way.
+        They stay when a layer raises.
+    rows: of the last step.
+    """
+
+    pages: Any
+    filled: bool
+    start: Tensor | None
+    begun: set[int]
+    rows: int
+
+    def take_rows(self, rows: int) -> None:
+        """Begin a step of so many rows. Those that the step before did not have are new requests,
+        which meet states of 0. A graph of a step has no such rows."""
+        if self.start is not None:
+            return
+        if self.filled and rows > self.rows:
+            for states in self.pages.states.tensors:
+                states[self.rows : rows].zero_()
+        self.rows = rows
+
+    def end_part(self, layer: int) -> None:
+        """Note that a layer with states, or the last one with pages, has ended its part of a
+        step."""
+        self.begun.add(layer)
+        if len(self.begun) > len(self.pages.states.layers):
+            self.begun.clear()
+
+
 class StateLayer(LinearAttentionCacheLayerMixin):
     """The states of a layer in a cache of pages, as transformers' own code reads and writes them.
 
-    owner: the State of the cache. rows: of the call of the model that runs.
+    owner: the State of the cache. rows: of the step under way.
     """
 
     is_compileable = False
@@ -132,10 +164,31 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._owner, self._number, self._place = owner, number, place
         self.rows = 0
 
+    def begin(self, rows: int) -> None:
+        """Begin this layer's part of a step.
+
+        Raises InvalidInput: an error ended the step before half way, and states cannot go back.
+        """
+        owner = self._owner
+        if self._number in owner.begun:
+            if owner.filled:
+                got = "a cache whose last step did not reach every layer"
+                fail(InvalidInput, owner.name, got, "reset(), before it is used again")
+            owner.begun.clear()  # no token is in the pages: a first step begins again
+            owner.moved.clear()
+        if not owner.begun:
+            owner.take_rows(rows)
+        owner.begun.add(self._number)
+        self.rows = rows
+
+    def end(self) -> None:
+        """End this layer's part of a step."""
+        self._owner.end_part(self._number)
+
     @property
     def _states(self) -> States:
         found: States = self._owner.pages.states.layers[self._place]
-        return States(found.conv[: self.rows], found.state[: self.rows])
+        return States(*(t[: self.rows].detach() for t in found))
 
     @property
     def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
@@ -154,7 +207,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """The last inputs and the new ones `[B, C, S]`; the last of these are kept."""
-        self.rows = conv_states.shape[0]
         kept = self._states.conv
         width = kept.shape[2]
         if self._number in self._owner.moved:
@@ -167,7 +219,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Keep these `[B, ...]`."""
-        self.rows = recurrent_states.shape[0]
         self._owner.moved.add(self._number)
         return self._states.state.copy_(recurrent_states)
 

@@ -217,18 +217,20 @@ class Decoder:
         self, input_ids: Tensor, state: State, position_ids: Tensor | None
     ) -> Tensor | None:
         """None: kernels of the step are still being compiled."""
-        with self._graphs_of(state, input_ids.shape[0]) as found:
+        rows = input_ids.shape[0]
+        with self._graphs_of(state, rows) as found:
             may_wait = self.how.mode == "auto" and not self._at_once
-            state.waits = may_wait and awaits_kernels(found, input_ids.shape[0])
+            state.waits = may_wait and awaits_kernels(found, rows)
             if state.waits:
                 return None
-            live = found.live[: input_ids.shape[0]]
+            live = found.live[:rows]
             if position_ids is None:
-                position_ids = positions(state, live.shape[0])
+                position_ids = positions(state, rows)
             logits: Tensor = found.graphed(
                 input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache
             )
-            self._kept.taken[kind_of(input_ids.shape[0])] += 1
+            self._kept.taken[kind_of(rows)] += 1
+            state.rows = rows
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
 

@@ -207,8 +207,9 @@ class Prompts:
         over = self._graphs_of(parts, graphs, recorded)
         if self.why:
             return None
-        cache, columns = cache_in(given), given["input_ids"].shape[1]
+        cache, (rows, columns) = cache_in(given), given["input_ids"].shape
         state = cache.state
+        state.take_rows(rows)
         try:
             logits = self._ran_early(state, parts, over, tokens)
             if logits is None:
@@ -223,6 +224,7 @@ class Prompts:
         state.pages.advance(start, columns)
         state.filled, state.unfinished = True, 0
         state.moved.update(cache.states)
+        state.begun.clear()
         self.took = "captured" if self._replayed else "compiled"
         self._recorded = recorded
         if not recorded:
