@@ -13,8 +13,9 @@ import torch
 
 from attnops.core.problem import Problem
 from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.names import Returned
 from attnops.hf.cache.page_sizes import Sizes, layer_of
-from attnops.hf.cache.paged_cache import PagedModelCache, Returned, State
+from attnops.hf.cache.paged_cache import PagedModelCache, State
 
 MOST_IDLE = 2
 """Sets of pages that are kept for later caches, if they fit in `most_idle_bytes`."""

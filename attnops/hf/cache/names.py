@@ -16,6 +16,8 @@ from typing import Any
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from attnops.core.errors import InvalidInput, fail
+
 _OLD, _NEW = "past_key_values", "cache"
 
 NAME = _NEW if any(field.name == _NEW for field in fields(CausalLMOutputWithPast)) else _OLD
@@ -75,3 +77,18 @@ def cache_of(result: Any) -> Any:
     """The cache in the result of a model or of `generate()`; None without one."""
     # The attributes themselves: 5.24 logs a warning where a result is asked for the old name.
     return cache_in(getattr(result, "__dict__", {}))
+
+
+class Returned:
+    """In place of pages that were taken back: any use raises InvalidInput.
+
+    got, want: of the error.
+    """
+
+    def __init__(self, got: str, want: str) -> None:
+        self._got, self._want = got, want
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        fail(InvalidInput, NAME, self._got, self._want)

@@ -144,21 +144,6 @@ class Ahead(NamedTuple):
     one_launch: tuple[bool, ...]
 
 
-class Returned:
-    """In place of pages that were taken back: any use raises InvalidInput.
-
-    got, want: of the error.
-    """
-
-    def __init__(self, got: str, want: str) -> None:
-        self._got, self._want = got, want
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        fail(InvalidInput, cache_names.NAME, self._got, self._want)
-
-
 @dataclass(eq=False)
 class State(StepsOfStates):
     """The pages while one cache uses them, shared by the cache and its layers: when all of these

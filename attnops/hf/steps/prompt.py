@@ -167,8 +167,8 @@ class Prompts:
             yield f"its layers cannot be compiled: {self.failures.lasting['layers']}"
         if deterministic(active_policy()):
             yield "under a deterministic policy bits may not follow from the prompts before"
-        if (cache.latent or cache.states) and not recorded:
-            yield "the pages hold latents or states, and compiled layers take none"
+        if cache.latent and not recorded:
+            yield "the pages hold latents, and compiled layers take none"
         if state.filled and not state.whole:
             yield "the step before it failed"
         if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
