@@ -59,7 +59,7 @@ def test_once_a_class_and_loss(model):
         )
 
 
-@pytest.mark.parametrize("name", ["t5", "lfm2"])
+@pytest.mark.parametrize("name", ["t5", "kimi_linear"])
 def test_on_a_cpu_nobody_is_told(name):
     model = tiny.model(name)
     with attnops.patch(model) as handle:
@@ -69,10 +69,10 @@ def test_on_a_cpu_nobody_is_told(name):
 
 def test_the_way_out_that_it_names(model, monkeypatch):
     """What the text tells a user to do asks for the same, and is silent."""
-    model = tiny.model("lfm2")
+    model = tiny.model("kimi_linear")
     with attnops.patch(model, decode=auto()) as handle:
         [text] = told_in(model)
-        assert handle.took.cache == "hf" and "have states that move" in text
+        assert handle.took.cache == "hf" and "have states, which a cache of latents" in text
     assert 'attnops.patch(model, cache="hf")' in text
     attnops.core.errors._WARNED.clear()
     with attnops.patch(model, cache="hf", decode=auto()) as handle:
@@ -81,12 +81,12 @@ def test_the_way_out_that_it_names(model, monkeypatch):
 
 def test_pages_that_were_asked_for_without_graphs():
     """patch() itself says so, once the model is patched."""
-    model, handles = tiny.model("lfm2"), []
+    model, handles = tiny.model("kimi_linear"), []
     [text] = told_by(lambda: handles.append(paged(model, decode=auto())))
     assert (
-        "Lfm2ForCausalLM has no CUDA graphs" in text
+        "KimiLinearForCausalLM has no CUDA graphs" in text
         and 'decode="hf"' in text
-        and "states that move" in text
+        and "have states, which a cache of latents" in text
     )
     with handles[0] as handle:
         assert told_in(model) == []

@@ -31,7 +31,7 @@ from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.meanwhile import Meanwhile
 from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
 from attnops.hf.cache.step_plans import StepPlans
-from attnops.hf.models.states import OfStates, StateLayer, States, StepsOfStates
+from attnops.hf.models.states import PAGES, OfStates, StateLayer, States, StepsOfStates
 
 
 class Behind(NamedTuple):
@@ -457,7 +457,7 @@ class PagedModelCache(Cache):
         if layer == self.last_layer:
             self.state.step, self.state.unfinished = None, 0
             if self.states:
-                self.state.end_part(layer)
+                self.state.end_part(PAGES)
 
     def _begin(self, start: Tensor, count: int, heads: int) -> Step:
         state, unfinished = self.state, self.state.unfinished

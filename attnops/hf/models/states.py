@@ -117,11 +117,15 @@ class _Alone:
         return self._layer
 
 
+PAGES = -1
+"""In place of the number of the last layer with pages, which may keep a state, too."""
+
+
 class StepsOfStates:
     """What the State of a cache knows of the steps of a model whose layers have states.
 
-    begun: the layers with states and the last one with pages that have begun the step under way.
-        They stay when a layer raises.
+    begun: the layers with states that have begun the step under way, and `PAGES` once the last one
+        with pages has ended it. They stay when a layer raises.
     rows: of the last step.
     """
 
@@ -142,8 +146,7 @@ class StepsOfStates:
         self.rows = rows
 
     def end_part(self, layer: int) -> None:
-        """Note that a layer with states, or the last one with pages, has ended its part of a
-        step."""
+        """Note that a layer with states, or `PAGES`, has ended its part of a step."""
         self.begun.add(layer)
         if len(self.begun) > len(self.pages.states.layers):
             self.begun.clear()
