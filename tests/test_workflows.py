@@ -120,6 +120,7 @@ def test_the_oldest_versions_that_run_are_the_bounds_of_pyproject():
         "sglang-kernel",
         "flash-attn-4",
         "sgl-flash-mla",
+        "fla-core",
     }  # they need a GPU
     tests = {"hypothesis", "expecttest", "onnxscript", "pytest", "pytest-timeout", "pytest-xdist"}
     docs = {"myst-parser", "pydata-sphinx-theme", "sphinx", "sphinx-copybutton", "sphinx-gallery"}

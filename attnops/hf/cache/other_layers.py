@@ -16,7 +16,7 @@ from attnops.core.record import need
 
 # transformers 5.15 has no layers without a cache.
 _NOTHING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
-_BLANK = (["moe"], ["mlp"])
+_BLANK = ("moe", "mlp")
 
 
 def layers_without_pages(
@@ -59,6 +59,6 @@ def keeps_states(layer: Any) -> bool:
 def layers_with_states(config: Any) -> tuple[int, ...]:
     """The numbers of the layers that keep states. transformers 5.17 has a cache of states for a
     layer of experts alone, too, which leaves it empty."""
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = dict(enumerate(getattr(config, "layer_types", None) or ()))
     made = enumerate(DynamicCache(config=config).layers)
-    return tuple(n for n, own in made if keeps_states(own) and kinds[n : n + 1] not in _BLANK)
+    return tuple(n for n, own in made if keeps_states(own) and kinds.get(n) not in _BLANK)

@@ -188,7 +188,8 @@ def laid_out(call: Any, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, starts = wide(call.x), call.cu_seqlens_q.long()
     (tokens, channels), (requests, _, kept) = x.shape, state.shape
     t = torch.arange(tokens, device=x.device)
-    owner = torch.searchsorted(starts[1:], t, right=True)
+    # Not in a view: Inductor of torch 2.11 forgets its offset.
+    owner = torch.searchsorted(call.cu_seqlens_q[1:].long(), t, right=True)
     last = tokens + requests * kept
     real = owner < requests
     place = torch.where(real, t + (owner + 1) * kept, last)
