@@ -45,7 +45,7 @@ def test_results_are_those_of_transformers(name, changes, model):
         raise AssertionError("transformers' own code was called")
 
     want = answers(own_of(model, name), scans.inputs(name) | changes)
-    got = answers(scans.OURS[name](unused), scans.inputs(name) | changes)
+    got = answers(scans.OURS[name](unused, None), scans.inputs(name) | changes)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_calls_that_the_op_does_not_have_are_left(why):
     for each in given:
         if "state" in each:
             each["state"] = each["state"].clone()
-    want, got = answers(own, given[0]), answers(scans.OURS[name](counted), given[1])
+    want, got = answers(own, given[0]), answers(scans.OURS[name](counted, None), given[1])
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     assert len(calls) == 1
 
@@ -87,7 +87,7 @@ def test_calls_that_the_op_does_not_have_are_left(why):
 def test_a_call_of_no_kernel_is_left():
     own = own_of("bamba", SCAN)
     given = scans.inputs(SCAN)
-    torch.testing.assert_close(scans.OURS[SCAN](own)(**given), own(**given), rtol=0, atol=0)
+    torch.testing.assert_close(scans.OURS[SCAN](own, None)(**given), own(**given), rtol=0, atol=0)
 
 
 def view_of(state, lengths, fresh=False):
@@ -109,7 +109,7 @@ def test_requests_of_a_step_are_those_alone(fresh):
         want.append(own(**part, initial_states=None if fresh else state[b : b + 1]))
     written = state.clone()
     with attnops.use({"mamba2_scan": "reference"}):
-        got = scans.over(view_of(written, lengths, fresh))[SCAN](**whole)
+        got = scans.OURS[SCAN](own, view_of(written, lengths, fresh))(**whole)
     outputs, states = (
         torch.cat(parts, dim) for parts, dim in zip(zip(*want, strict=True), (1, 0), strict=True)
     )
@@ -123,7 +123,7 @@ def test_next_tokens_of_a_step_are_those_of_an_update(name):
     given = scans.inputs(UPDATE)
     want = answers(own_of("bamba", UPDATE), given | {"state": given["state"].clone()})
     state = given["state"].clone()
-    functions = scans.over(view_of(state, (1, 1)))
+    run = scans.OURS[name](own_of("bamba", name), view_of(state, (1, 1)))
     if name == SCAN:
         gate = torch.nn.functional.silu(given.pop("z"))
         del given["state"]
@@ -132,6 +132,6 @@ def test_next_tokens_of_a_step_are_those_of_an_update(name):
         rows["dt"], heads["A"] = given.pop("dt")[None, ..., 0], given.pop("A")[:, 0, 0]
         given |= rows | heads | {"chunk_size": 32, "dt_limit": (0.3, 1.2)}
     with attnops.use({"mamba2_scan": "reference"}):
-        got = functions[name](**given) if name == SCAN else functions[name](*given.values())
+        got = run(**given) if name == SCAN else run(*given.values())
     got = got[0] * gate if name == SCAN else got
     torch.testing.assert_close((got, state), want, rtol=1e-4, atol=1e-5)

@@ -4,41 +4,46 @@ place of the two functions that modules call by name."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from attnops.hf.models.functions import is_served, numbers, starts_of
+from attnops.hf.models.functions import Function, Make, is_served, numbers, requests_of
 from attnops.ops.recurrent.conv import causal_conv1d
 
-Function = Callable[..., Any]
+
+def _serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
+    """x: `[B, C, tokens]`."""
+    asks = (*(("bias",) if bias is not None else ()), *(("activation",) if activation else ()))
+    known = activation in (None, "silu") and x.dtype == weight.dtype
+    return known and is_served("causal_conv1d", x, (("in_features", x.shape[1]),), asks)
 
 
 def _convolved(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor | None:
-    """The convolution of `x` `[B, C, tokens]`; None where transformers' own serves it."""
-    asks = (*(("bias",) if bias is not None else ()), *(("activation",) if activation else ()))
-    kept = activation in (None, "silu") and x.dtype == weight.dtype == state.dtype
-    if not (kept and is_served("causal_conv1d", x, (("in_features", x.shape[1]),), asks)):
-        return None
+    view: Any,
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    fresh: bool,
+) -> Tensor:
+    """The convolution of `x` `[B, C, tokens]`. view: see `requests_of`."""
     rows, channels, tokens = x.shape
     output = causal_conv1d(
         x.transpose(1, 2).reshape(rows * tokens, channels),
         weight,
         state,
-        starts_of(x, rows, tokens),
-        bias,
-        max_seqlen_q=tokens,
+        bias=bias,
         activation=activation or "",
-        padded=False,
+        **requests_of(view, x, rows, tokens, fresh),
     )
     return output.view(rows, tokens, channels).transpose(1, 2)
 
 
-def _conv(own: Function) -> Function:
-    """In place of `causal_conv1d_fn`."""
+def _conv(own: Function, view: Any = None) -> Function:
+    """In place of `causal_conv1d_fn`, see `Make`."""
 
     @functools.wraps(own)
     def run(
@@ -49,21 +54,21 @@ def _conv(own: Function) -> Function:
         **more: Any,
     ) -> Tensor:
         x = hidden_states
-        state = x.new_zeros((*x.shape[:2], weight.shape[1] - 1))
-        found = (
-            None
-            if more.get("seq_idx") is not None
-            else _convolved(x, state, weight, bias, activation)
-        )
-        if found is None:
-            found = own(x, weight, bias, activation, **more)
-        return found
+        of_texts = more.get("seq_idx") is not None
+        if view is None and (of_texts or not _serves(x, weight, bias, activation)):
+            result: Tensor = own(x, weight, bias, activation, **more)
+            return result
+        if view is not None:
+            state = view.states.conv
+        else:
+            state = x.new_empty((*x.shape[:2], weight.shape[1] - 1))
+        return _convolved(view, x, state, weight, bias, activation, fresh=True)
 
     return run
 
 
-def _conv_update(own: Function) -> Function:
-    """In place of `causal_conv1d_update`."""
+def _conv_update(own: Function, view: Any = None) -> Function:
+    """In place of `causal_conv1d_update`, see `Make`."""
 
     @functools.wraps(own)
     def run(
@@ -73,57 +78,22 @@ def _conv_update(own: Function) -> Function:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        found = None
-        if conv_state.is_contiguous() and conv_state.shape[2] >= weight.shape[1] - 1:
-            found = _convolved(hidden_states, conv_state, weight, bias, activation)
-        if found is None:
-            found = own(hidden_states, conv_state, weight, bias, activation)
-        return found
+        x = hidden_states
+        takes_state = (
+            conv_state.dtype == x.dtype
+            and conv_state.is_contiguous()
+            and conv_state.shape[2] >= weight.shape[1] - 1
+        )
+        if view is None and not (takes_state and _serves(x, weight, bias, activation)):
+            result: Tensor = own(x, conv_state, weight, bias, activation)
+            return result
+        moved = conv_state if view is None else view.states.conv
+        return _convolved(view, x, moved, weight, bias, activation, fresh=False)
 
     return run
 
 
-def over(view: Any) -> dict[str, Function]:
-    """The two functions of a step in a graph, whose requests are those of `view`. They write its
-    states."""
-
-    def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        rows, channels, tokens = x.shape
-        output = causal_conv1d(
-            x.transpose(1, 2).reshape(rows * tokens, channels),
-            weight,
-            view.states.conv,
-            view.batch.cu_seqlens_q,
-            bias,
-            max_seqlen_q=view.batch.max_seqlen_q,
-            activation=activation or "",
-            fresh=view.fresh,
-            padded=False,
-        )
-        return output.view(rows, tokens, channels).transpose(1, 2)
-
-    def conv(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **_: Any,
-    ) -> Tensor:
-        return convolved(x, weight, bias, activation)
-
-    def conv_update(
-        x: Tensor,
-        state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-    ) -> Tensor:
-        return convolved(x, weight, bias, activation)
-
-    return {"causal_conv1d_fn": conv, "causal_conv1d_update": conv_update}
-
-
-OURS: Mapping[str, Callable[[Function], Function]] = {
+OURS: Mapping[str, Make] = {
     "causal_conv1d_fn": _conv,
     "causal_conv1d_update": _conv_update,
 }

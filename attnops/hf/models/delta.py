@@ -4,17 +4,16 @@ functions that modules of transformers call by name."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnops.hf.models.chosen import Sizes
-from attnops.hf.models.functions import is_served, numbers, starts_of
+from attnops.hf.models.functions import Function, Make, is_served, numbers, requests_of
 from attnops.ops.recurrent.record import gated_delta_rule
 
-Function = Callable[..., Any]
 ATTRIBUTES = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim", "conv1d")
 
 
@@ -24,8 +23,8 @@ def sizes_of(module: Any) -> Sizes:
     return *heads, ("head_dim", module.head_k_dim), ("v_head_dim", module.head_v_dim)
 
 
-def _rule(own: Function) -> Function:
-    """In place of `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`."""
+def _rule(own: Function, view: Any = None) -> Function:
+    """In place of `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`, see `Make`."""
 
     @functools.wraps(own)
     def run(
@@ -40,51 +39,18 @@ def _rule(own: Function) -> Function:
         cu_seqlens: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        (rows, tokens, heads, dv), (groups, dk) = value.shape, key.shape[2:]
-        sizes = (("q_heads", heads), ("kv_heads", groups), ("head_dim", dk), ("v_head_dim", dv))
-        like = query.dtype == key.dtype == value.dtype
-        if cu_seqlens is not None or not (like and is_served("gated_delta_rule", query, sizes)):
-            given = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
-            names = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-            more |= dict(zip(names, given, strict=True)) | {"cu_seqlens": cu_seqlens}
+        if view is None and (cu_seqlens is not None or not _serves(query, key, value)):
+            more |= {"initial_state": initial_state, "output_final_state": output_final_state}
+            more |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens}
             result: tuple[Tensor, Tensor | None] = own(query, key, value, g=g, beta=beta, **more)
             return result
-        if initial_state is None:
-            state = value.new_zeros((rows, heads, dk, dv), dtype=torch.float32)
+        (rows, tokens, heads, dv), dk = value.shape, key.shape[3]
+        if view is not None:
+            state = view.states.state
+        elif initial_state is None:
+            state = value.new_empty((rows, heads, dk, dv), dtype=torch.float32)
         else:
             state = initial_state.to(torch.float32, copy=True)
-        q, k, v, decay, b = (x.flatten(0, 1) for x in (query, key, value, g.float(), beta))
-        output = gated_delta_rule(
-            q,
-            k,
-            v,
-            decay,
-            b,
-            state,
-            starts_of(value, rows, tokens),
-            max_seqlen_q=tokens,
-            normalize=use_qk_l2norm_in_kernel,
-            padded=False,
-        )
-        return output.view(value.shape), state if output_final_state else None
-
-    return run
-
-
-def over(view: Any) -> dict[str, Function]:
-    """The two functions of a step in a graph, whose requests are those of `view`. They write its
-    states."""
-
-    def rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor]:
-        state = view.states.state
         output = gated_delta_rule(
             query.flatten(0, 1),
             key.flatten(0, 1),
@@ -92,18 +58,22 @@ def over(view: Any) -> dict[str, Function]:
             g.float().flatten(0, 1),
             beta.flatten(0, 1),
             state,
-            view.batch.cu_seqlens_q,
-            max_seqlen_q=view.batch.max_seqlen_q,
             normalize=use_qk_l2norm_in_kernel,
-            fresh=view.fresh,
-            padded=False,
+            **requests_of(view, value, rows, tokens, initial_state is None),
         )
-        return output.view(value.shape), state
+        return output.view(value.shape), state if output_final_state else None
 
-    return dict.fromkeys(OURS, rule)
+    return run
 
 
-OURS: Mapping[str, Callable[[Function], Function]] = dict.fromkeys(
+def _serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    heads = (("q_heads", value.shape[2]), ("kv_heads", key.shape[2]))
+    sizes = (*heads, ("head_dim", key.shape[3]), ("v_head_dim", value.shape[3]))
+    alike = query.dtype == key.dtype == value.dtype
+    return alike and is_served("gated_delta_rule", query, sizes)
+
+
+OURS: Mapping[str, Make] = dict.fromkeys(
     ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"), _rule
 )
 """By the name in transformers' files."""

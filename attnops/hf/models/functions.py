@@ -3,11 +3,20 @@ requests, and the numbers of a trial."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attnops.core.select import active_policy
 from attnops.hf.models.chosen import Sizes, is_ours
+
+Function = Callable[..., Any]
+Make = Callable[[Function, Any], Function]
+"""Of transformers' function and of a layer's part of a step in a graph, or None outside of graphs:
+what takes the place of the function. In a graph it serves every call, and it writes the states of
+the step."""
 
 
 def is_served(op: str, x: Tensor, sizes: Sizes, asks: tuple[str, ...] = ()) -> bool:
@@ -18,9 +27,19 @@ def is_served(op: str, x: Tensor, sizes: Sizes, asks: tuple[str, ...] = ()) -> b
     return bool(is_ours(op, policy, x.device, x.dtype, None, sizes, asks))
 
 
-def starts_of(x: Tensor, rows: int, tokens: int) -> Tensor:
-    """int32 `[rows + 1]` on the device of `x`, of requests of as many tokens."""
-    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
+def requests_of(view: Any, x: Tensor, rows: int, tokens: int, fresh: bool) -> dict[str, Any]:
+    """Arguments of an op: the requests of a step in a graph, else rows of as many tokens.
+
+    view: the layer's part of the step; None outside of graphs. x: a tensor of the call. fresh: have
+    the rows no tokens before these?
+    """
+    if view is not None:
+        batch = view.batch
+        known = {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
+        return {**known, "fresh": view.fresh, "padded": False}
+    ends = (rows + 1) * tokens
+    starts = torch.arange(0, ends, tokens, dtype=torch.int32, device=x.device)
+    return {"cu_seqlens_q": starts, "max_seqlen_q": tokens, "fresh": fresh, "padded": False}
 
 
 def numbers(*shape: int) -> Tensor:

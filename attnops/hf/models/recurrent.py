@@ -25,12 +25,12 @@ from attnops.core.select import use
 from attnops.core.tracers import is_recorded
 from attnops.hf.models import convolutions, delta, scans
 from attnops.hf.models.chosen import Sizes, kernel_now
+from attnops.hf.models.functions import Function, Make
 from attnops.hf.models.methods import is_replaced
 from attnops.hf.models.states import OfStates, StateLayer
 from attnops.hf.models.trial import Site, Trial, alone, answer, left_alone
 from attnops.nn.class_swap import Swap, subclass
 
-Function = Callable[..., Any]
 _MARK = "_attnops_recurrent"
 
 
@@ -38,26 +38,23 @@ class Family(NamedTuple):
     """Modules whose states one op moves.
 
     op: beside the convolution; "" for none. ours: makes what takes the place of the functions of
-    the op, by name; a module of the family calls all of them. over: makes those of a step in a
-    graph. attributes: that the report reads. sizes: of the op of a module.
+    the op, by name; a module of the family calls all of them. attributes: that the report reads.
+    sizes: of the op of a module.
     """
 
     op: str
-    ours: Mapping[str, Callable[[Function], Function]]
-    over: Callable[[Any], dict[str, Function]]
+    ours: Mapping[str, Make]
     attributes: tuple[str, ...]
     sizes: Callable[[Any], Sizes]
 
 
 FAMILIES = (
-    Family("gated_delta_rule", delta.OURS, delta.over, delta.ATTRIBUTES, delta.sizes_of),
-    Family("mamba2_scan", scans.OURS, scans.over, scans.ATTRIBUTES, scans.sizes_of),
-    Family("", {}, lambda view: {}, (), lambda module: ()),
+    Family("gated_delta_rule", delta.OURS, delta.ATTRIBUTES, delta.sizes_of),
+    Family("mamba2_scan", scans.OURS, scans.ATTRIBUTES, scans.sizes_of),
+    Family("", {}, (), lambda module: ()),
 )
 OURS = {**delta.OURS, **scans.OURS, **convolutions.OURS}
 _INPUTS = {name: of.inputs for of in (delta, scans, convolutions) for name in of.OURS}
-
-
 OPS = ("causal_conv1d", *(each.op for each in FAMILIES if each.op))
 
 
@@ -120,12 +117,11 @@ def _conv_of(module: nn.Module) -> Any:
 def served(cls: Any) -> type:
     """A subclass of the module `cls` with its name. Its objects can be copied and pickled."""
     ours = rebound(cls.forward, _replacements(cls))
-    of_op = _family(inspect.unwrap(cls.forward)).over
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = _cache_in((*args, *kwargs.values()))
         if isinstance(cache, OfStates):
-            run = rebound(cls.forward, {**of_op(cache), **convolutions.over(cache)})
+            run = rebound(cls.forward, _replacements(cls, cache))
             return run(self, hidden_states, *args, **kwargs)
         states = None if cache is None else cache.layers[self.layer_idx]
         if isinstance(states, StateLayer):
@@ -173,12 +169,15 @@ def can_be_rebound(function: Function) -> bool:
 # The functions ------------------------------------------------------------------------------------
 
 
-def _replacements(cls: Any) -> dict[str, Function]:
-    """The functions of calls outside of graphs: a package that is installed keeps those that it
-    serves."""
+def _replacements(cls: Any, view: Any = None) -> dict[str, Function]:
+    """What takes the place of the functions that the module calls, see `Make`. Outside of graphs a
+    package that is installed keeps those that it serves."""
     code: Any = inspect.unwrap(cls.forward)
     own = {name: code.__globals__[name] for name in _called(code)}
-    return {n: run if _of_package(run) else OURS[n](run) for n, run in own.items()}
+    return {
+        name: run if view is None and _of_package(run) else OURS[name](run, view)
+        for name, run in own.items()
+    }
 
 
 def _called(code: Any) -> tuple[str, ...]:
@@ -247,7 +246,7 @@ def _is_like(name: str, own: Function) -> bool:
     with alone(), torch.autocast("cpu", enabled=False):
         trial = Trial(name, _tried(plain, name))
         with use(dict.fromkeys(OPS, "reference")):
-            got = _tried(OURS[name](plain), name)
+            got = _tried(OURS[name](plain, None), name)
         return bool(got) and all(
             n in trial.want and trial.is_met(n, x, 1e-4, 1e-5) for n, x in got.items()
         )

@@ -8,7 +8,7 @@ many tokens are float32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import inf, isinf
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnops.hf.models.chosen import Sizes
-from attnops.hf.models.functions import is_served, numbers, starts_of
+from attnops.hf.models.functions import Function, Make, is_served, numbers, requests_of
 from attnops.ops.recurrent.scan import mamba2_scan
 
-Function = Callable[..., Any]
 ATTRIBUTES = ("num_heads", "n_groups", "head_dim", "ssm_state_size", "conv1d")
 NO_LIMITS = (0.0, inf)
 MAMBA_SSM = ("seq_idx", "cu_seqlens", "z")
@@ -33,8 +32,8 @@ def sizes_of(module: Any) -> Sizes:
     return *heads, ("head_dim", module.ssm_state_size), ("v_head_dim", module.head_dim)
 
 
-def _scan(own: Function) -> Function:
-    """In place of `mamba2_chunk_scan`."""
+def _scan(own: Function, view: Any = None) -> Function:
+    """In place of `mamba2_chunk_scan`, see `Make`."""
 
     @functools.wraps(own)
     def run(
@@ -52,34 +51,33 @@ def _scan(own: Function) -> Function:
         return_final_states: bool = False,
         **more: Any,
     ) -> Any:
-        x = hidden_states
+        x, (shortest, longest) = hidden_states, dt_limit
         asked = any(more.get(name) is not None for name in MAMBA_SSM)
-        shortest, longest = dt_limit
-        if asked or shortest < 0 or longest <= 0 or not _serves(x, B, C):
+        left = asked or shortest < 0 or longest <= 0
+        if view is None and (left or not _serves(x, B, C)):
             more |= {"dt_limit": dt_limit, "return_final_states": return_final_states}
             more |= {"initial_states": initial_states, "dt_softplus": dt_softplus}
             return own(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, **more)
         rows, tokens, heads, width = x.shape
-        if initial_states is None:
+        if view is not None:
+            state = view.states.state
+        elif initial_states is None:
             state = x.new_empty((rows, heads, width, B.shape[3]), dtype=torch.float32)
         else:
             state = initial_states.to(torch.float32, copy=True)
-        output = _scanned(
-            (x, dt, A, B, C, D, dt_bias),
-            state,
-            starts_of(x, rows, tokens),
-            dt_limit,
-            max_seqlen_q=tokens,
-            dt_softplus=dt_softplus,
-            fresh=initial_states is None,
-        )
+        requests = requests_of(view, x, rows, tokens, initial_states is None)
+        # transformers calls the other function for a next token, which has no limits.
+        is_next = view is not None and requests["max_seqlen_q"] == 1 and not view.fresh
+        limits = NO_LIMITS if is_next else dt_limit
+        given = x, dt, A, B, C, D, dt_bias
+        output = _scanned(given, state, limits, dt_softplus=dt_softplus, **requests)
         return (output, state) if return_final_states else output
 
     return run
 
 
-def _update(own: Function) -> Function:
-    """In place of `mamba2_selective_state_update`, whose steps have no limits."""
+def _update(own: Function, view: Any = None) -> Function:
+    """In place of `mamba2_selective_state_update`, whose steps have no limits, see `Make`."""
 
     @functools.wraps(own)
     def run(
@@ -97,88 +95,23 @@ def _update(own: Function) -> Function:
     ) -> Tensor:
         x = hidden_states
         by_head = _is_by_head(A, 1, 2) and all(_is_by_head(y, -1) for y in (dt, D, dt_bias))
-        kept = state.dtype == torch.float32 and dt_softplus
-        if not (kept and by_head and _serves(x, B, C)):
+        takes_state = state.dtype == torch.float32 and dt_softplus
+        if view is None and not (takes_state and by_head and _serves(x, B, C)):
             own_result: Tensor = own(
                 state, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **more
             )
             return own_result
-        output = _scanned(
-            _by_head(x, dt, A, B, C, D, dt_bias),
-            state,
-            starts_of(x, x.shape[0], 1),
-            NO_LIMITS,
-            max_seqlen_q=1,
-            dt_softplus=True,
-        )
+        given = _by_head(x, dt, A, B, C, D, dt_bias)
+        requests = requests_of(view, x, x.shape[0], 1, fresh=False)
+        moved = state if view is None else view.states.state
+        output = _scanned(given, moved, NO_LIMITS, dt_softplus=dt_softplus, **requests)
         return output if z is None else output * F.silu(z)
 
     return run
 
 
-def over(view: Any) -> dict[str, Function]:
-    """The two functions of a step in a graph, whose requests are those of `view`. They write its
-    states."""
-    state, batch = view.states.state, view.batch
-    one_by_one = batch.max_seqlen_q == 1 and not view.fresh
-
-    def scanned(given: tuple[Any, ...], limits: tuple[float, float], softplus: bool) -> Tensor:
-        return _scanned(
-            given,
-            state,
-            batch.cu_seqlens_q,
-            limits,
-            max_seqlen_q=batch.max_seqlen_q,
-            dt_softplus=softplus,
-            fresh=view.fresh,
-        )
-
-    def scan(
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = NO_LIMITS,
-        return_final_states: bool = False,
-        **_: Any,
-    ) -> Any:
-        # transformers calls the other function for a next token, which has no limits.
-        limits = NO_LIMITS if one_by_one else dt_limit
-        given = hidden_states, dt, A, B, C, D, dt_bias
-        output = scanned(given, limits, dt_softplus)
-        return (output, state) if return_final_states else output
-
-    def update(
-        _: Tensor,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        z: Tensor | None = None,
-        **__: Any,
-    ) -> Tensor:
-        given = _by_head(hidden_states, dt, A, B, C, D, dt_bias)
-        output = scanned(given, NO_LIMITS, dt_softplus)
-        return output if z is None else output * F.silu(z)
-
-    return {"mamba2_chunk_scan": scan, "mamba2_selective_state_update": update}
-
-
 def _scanned(
-    given: tuple[Any, ...],
-    state: Tensor,
-    starts: Tensor,
-    limits: tuple[float, float],
-    **requests: Any,
+    given: tuple[Any, ...], state: Tensor, limits: tuple[float, float], **requests: Any
 ) -> Tensor:
     """The scan of tokens `[..., heads, head dim]`. given: x, dt, A, B, C, D and dt_bias, with one
     number of a head."""
@@ -191,12 +124,10 @@ def _scanned(
         b.flatten(0, -3),
         c.flatten(0, -3),
         state,
-        starts,
-        d,
-        dt_bias,
+        d=d,
+        dt_bias=dt_bias,
         dt_min=shortest,
         dt_max=0.0 if isinf(longest) else longest,
-        padded=False,
         **requests,
     )
     return output.view(x.shape)
@@ -229,7 +160,7 @@ def _serves(x: Tensor, b: Tensor, c: Tensor) -> bool:
     return x.dtype == b.dtype == c.dtype and is_served("mamba2_scan", x, sizes)
 
 
-OURS: Mapping[str, Callable[[Function], Function]] = {
+OURS: Mapping[str, Make] = {
     "mamba2_chunk_scan": _scan,
     "mamba2_selective_state_update": _update,
 }
