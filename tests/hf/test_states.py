@@ -98,6 +98,17 @@ def test_a_graph_of_a_prompt_reads_no_state(patched):
     handle.release()
 
 
+def test_a_returned_convolution_can_go_back():
+    """Its layer keeps no state that could not."""
+    model = copy.deepcopy(hybrids.model("lfm2"))
+    given = {"max_new_tokens": 3, "return_dict_in_generate": True, **GREEDY}
+    want = model.generate(numbers(2, 9), **given).past_key_values.layers[0]
+    with attnops.patch(model, decode=auto()):
+        got = model.generate(numbers(2, 9), **given).past_key_values.layers[0]
+    assert got.is_croppable and want.is_croppable
+    torch.testing.assert_close(got.conv_states[0], want.conv_states[0])
+
+
 def test_a_returned_cache_goes_on(patched):
     """As transformers' own: with and without pages."""
     model, handle = patched

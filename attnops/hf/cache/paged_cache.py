@@ -323,9 +323,9 @@ class PagedModelCache(Cache):
     `Patched.new_cache`.
 
     It holds `max_batch` rows of `max_length` positions each, padding included. Each call of the
-    model brings as many new positions to every row. Batches may shrink, but a row that was left out
-    has no further steps until `reset()`, which makes the cache as new. `crop(-n)` takes back the
-    last n positions.
+    model brings as many new positions to every row. Batches may shrink. A row that was left out
+    comes back as a new request: behind padding over all positions so far, or after `reset()`, which
+    makes the cache as new. `crop(-n)` takes back the last n positions.
     """
 
     latent = False

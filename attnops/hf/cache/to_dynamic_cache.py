@@ -60,7 +60,8 @@ def unpaged(cache: PagedModelCache, config: Any) -> DynamicCache:
         own: Any = made.layers[layer]
         conv, state = (t[: len(padding)] for t in pages.states.layers[place])
         own.update_conv_state(conv)
-        own.update_recurrent_state(state)
+        if state.numel():  # not of a convolution alone, whose layer can be cropped
+            own.update_recurrent_state(state)
     return made
 
 

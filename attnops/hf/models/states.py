@@ -8,6 +8,7 @@ of a request meet states of 0.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,18 +40,21 @@ class States(NamedTuple):
 class AllStates:
     """The states of all layers, whose addresses stay.
 
-    layers: in their order. tensors: of all. nbytes: of these.
+    layers: in their order. tensors: those of equal layers are one, `[layers, rows + 1, ...]`.
+    nbytes: of these.
     """
 
     def __init__(self, sizes: Sequence[StateSizes], rows: int, device: torch.device) -> None:
-        self.layers = tuple(
-            States(
-                torch.zeros(rows + 1, *each.conv, dtype=each.conv_dtype, device=device),
-                torch.zeros(rows + 1, *each.state, dtype=each.state_dtype, device=device),
+        whole = {
+            each: States(
+                torch.zeros(count, rows + 1, *each.conv, dtype=each.conv_dtype, device=device),
+                torch.zeros(count, rows + 1, *each.state, dtype=each.state_dtype, device=device),
             )
-            for each in sizes
-        )
-        self.tensors = tuple(t for states in self.layers for t in states)
+            for each, count in Counter(sizes).items()
+        }
+        parts = {each: zip(*map(torch.unbind, alike), strict=True) for each, alike in whole.items()}
+        self.layers = tuple(States(*next(parts[each])) for each in sizes)
+        self.tensors = tuple(t for alike in whole.values() for t in alike)
         self.nbytes = sum(t.nbytes for t in self.tensors)
 
 
@@ -142,7 +146,7 @@ class StepsOfStates:
             return
         if self.filled and rows > self.rows:
             for states in self.pages.states.tensors:
-                states[self.rows : rows].zero_()
+                states[:, self.rows : rows].zero_()
         self.rows = rows
 
     def end_part(self, layer: int) -> None:

@@ -283,12 +283,11 @@ def _beside(model: nn.Module, parents: Iterable[nn.Module]) -> list[nn.Module]:
 def _without_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a layer with a state without masks of padding `[B, S]`: the tokens of a step
     have none."""
-    return {
-        name: None
-        if name.endswith("attention_mask") and isinstance(x, Tensor) and x.dim() == 2
-        else x
-        for name, x in kwargs.items()
-    }
+    changed = kwargs.copy()
+    for name, x in kwargs.items():
+        if name.endswith("attention_mask") and isinstance(x, Tensor) and x.dim() == 2:
+            changed[name] = None
+    return changed
 
 
 def _within(mask: Any, window: int) -> bool:
