@@ -310,7 +310,8 @@ def test_ways_to_generate(tier, name, way, small_pages):
             cache = "paged" if tier == "pages" and not asked.pages else "hf"
             assert (took.cache, took.decode) == (cache, "hf")
             assert bool(calls.first) == bool(small_pages) == (cache == "paged")
-            assert bool(calls.later) == (cache == "paged" and "one token" not in way)
+            steps = len(want[0][0]) > 61  # the first token may end the text
+            assert bool(calls.later) == (cache == "paged" and steps)
             assert all(p.windows == ((0,) if name in LATENT else (8, 0)) for p in small_pages)
             return
         if not reasons:
