@@ -36,9 +36,9 @@ _rule_gradient = by_request(formulas.gated_delta_rule_backward)
 class Chunks(NamedTuple):
     """What tokens are whatever the state before their chunk, `[B, Hv, chunks, CHUNK, ...]`.
 
-    fades: what is left of the state before the chunk at a token. stays: what is left of a token
-    after the chunk. left: what is left of the state after it. between: what is left at a row's
-    token of a column's.
+    fades: what is left at a token of the state before the chunk; left: at the last token. stays:
+    what is left of a token at the chunk's end. between: what is left at a row's token of a
+    column's.
     system: its strictly lower part and 1 on the diagonal, times the new values, is what a token
     adds. seen: the weights of new values in the output. values - keys @ state: the new values.
     """
@@ -147,8 +147,8 @@ def _of_tokens(c: Chunks, state: Tensor, after: Tensor, of_output: Tensor) -> li
 
 
 def rule_gradient(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
-    """The reference, that takes the requests that have tokens one by one where the policy is
-    deterministic."""
+    """The reference. Under a deterministic policy it takes requests one by one and skips those
+    without tokens, whose states have the gradients of the states after."""
     *found, of_state = _rule_gradient(call)
     is_empty = (call.cu_seqlens_q.diff() == 0)[:, None, None, None]
     return (*found, compact(torch.where(is_empty, call.grad_after, of_state)))
