@@ -83,9 +83,11 @@ def test_compiled_and_functional(case, way):
     torch.testing.assert_close(functional, want)
 
 
-def test_a_leaf_is_not_written():
-    state = torch.zeros(1, 2, 2, requires_grad=True)
+@pytest.mark.parametrize("field", ["output", "state"])
+def test_a_leaf_is_not_written(field):
+    written = {"output": torch.zeros(3, 2), "state": torch.zeros(1, 2, 2)}
+    written[field].requires_grad_()
     x, starts = torch.ones(3, 2), torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(InvalidInput, match="state: got a leaf that requires grad"):
-        ops.causal_conv1d(x, torch.ones(2, 3), state, starts, max_seqlen_q=3)
-    assert not state.any()
+    with pytest.raises(InvalidInput, match=f"{field}: got a leaf that requires grad"):
+        ops.causal_conv1d(x, torch.ones(2, 3), cu_seqlens_q=starts, max_seqlen_q=3, **written)
+    assert not any(t.any() for t in written.values())

@@ -1,10 +1,13 @@
 """Stand-ins for the functions of fla-core 0.6.0 that `fla` calls: their arguments and shapes, and
 float32 bodies in torch on CPU. Not the kernels.
 
-Kept from the real ones because the wrapper must cope with them: rows of no request are left as they
-were allocated; one launched program a slot of `chunk_indices`, whose rows past the request's end
-are neither read nor written; states of the chunks lie by slot; the convolution's window has W
-inputs, the first of which no weight meets; inputs are read as if they were contiguous.
+They share these traits with the real ones, for which the wrapper allows:
+
+- Rows of no request stay as they were allocated.
+- Each slot of `chunk_indices` has a program, which neither reads nor writes rows past its request's
+  end. States of the chunks lie by slot.
+- The convolution takes a state of W inputs and ignores the first.
+- Inputs are read as if they were contiguous.
 """
 
 from __future__ import annotations

@@ -234,6 +234,17 @@ def test_temperature_by_position(softcap, queries, name):
     check(make_call("paged_attention", Source(6), (queries, 2), (300, 40), 16, f), name)
 
 
+@interpreted
+def test_steps_of_a_scan_are_as_exact_as_float32():
+    """Of requests of one number each, whose outputs are the steps."""
+    dt = torch.linspace(-20.0, 20.0, 81)[:, None]
+    one, given = torch.ones(81, 1, 1), {"dt_softplus": True, "fresh": True, "padding": None}
+    call = make_call("mamba2_scan", Source(1), [1] * 81, 1, 1, 1, 1, F32, given)
+    call = call.with_(x=one, b=one, c=one, dt=dt, a=torch.zeros(1))
+    want = torch.logaddexp(dt.double(), torch.zeros(())).float()
+    torch.testing.assert_close(ran(call, "as_is")[..., 0], want, rtol=3e-7, atol=0.0)
+
+
 def ran(call, name):
     """The output of the kernel in a mode."""
     with mode(name):

@@ -145,8 +145,7 @@ def _chunk_ends(starts: Tensor) -> Tensor:
 
 @in_one_piece
 def gated_delta_rule(call: GatedDeltaRule) -> None:
-    if is_blank(call) or not call.state.shape[0]:
-        call.output.zero_()
+    if is_blank(call):
         return
     parts = {n: getattr(call, n).contiguous() for n in ("query", "key", "value", "decay", "beta")}
     call = changed(call, **parts)
@@ -249,8 +248,7 @@ def _chunks(call: GatedDeltaRule) -> None:
 
 @in_one_piece
 def causal_conv1d(call: CausalConv1d) -> None:
-    if is_blank(call) or not call.state.shape[0]:
-        call.output.zero_()
+    if is_blank(call):
         return
     tokens, (requests, _, kept) = call.x.shape[0], call.state.shape
     weight = call.weight.contiguous()
@@ -276,7 +274,7 @@ def _conv_step(call: CausalConv1d) -> None:
 
 
 def _conv(call: CausalConv1d) -> None:
-    """fla wants the last W inputs, one of which no weight meets."""
+    """fla's initial state has W inputs; it ignores the first, since W - 1 precede a token."""
     before, x, width = state_before(call), call.x[None], call.weight.shape[1]
     kept = before.shape[2]
     first = before[:, :, kept - width :] if kept >= width else pad(before, (1, 0))

@@ -36,7 +36,9 @@ _rule_gradient = by_request(formulas.gated_delta_rule_backward)
 class Chunks(NamedTuple):
     """What tokens are whatever the state before their chunk, `[B, Hv, chunks, CHUNK, ...]`.
 
-    passed: sums of decays within the chunk. between: what is left at a row's token of a column's.
+    fades: what is left at a token of the state before the chunk; left: at the last token. stays:
+    what is left of a token at the chunk's end. between: what is left at a row's token of a
+    column's.
     system: its strictly lower part and 1 on the diagonal, times the new values, is what a token
     adds. seen: the weights of new values in the output. values - keys @ state: the new values.
     """
@@ -45,7 +47,9 @@ class Chunks(NamedTuple):
     k: Tensor
     v: Tensor
     beta: Tensor
-    passed: Tensor
+    fades: Tensor
+    stays: Tensor
+    left: Tensor
     between: Tensor
     system: Tensor
     seen: Tensor
@@ -60,14 +64,16 @@ def solved(call: Any, rows: Tensor, there: Tensor) -> Chunks:
     """The chunks of a call."""
     q, k, v, decay, beta = map(_chunked, formulas.inputs_of(call, rows, there))
     passed = decay.cumsum(-1)
+    fades = passed.exp()[..., None]
+    stays = (passed[..., -1:] - passed).exp()[..., None]
     between = _between(passed)
     beta = beta[..., None]
     system = (k * beta) @ k.mT * between
     seen = q @ k.mT * between
     values = solve(system, v * beta, upper=False, unitriangular=True)
-    of_state = k * beta * passed.exp()[..., None]
-    keys = solve(system, of_state, upper=False, unitriangular=True)
-    return Chunks(q, k, v, beta, passed, between, system, seen, keys, values)
+    keys = solve(system, k * beta * fades, upper=False, unitriangular=True)
+    left = fades[..., -1:, :]
+    return Chunks(q, k, v, beta, fades, stays, left, between, system, seen, keys, values)
 
 
 def gated_delta_rule(call: GatedDeltaRule) -> None:
@@ -76,14 +82,12 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
         return
     rows, there = formulas.rows_of(call)
     c = solved(call, rows, there)
-    q = c.q * c.passed.exp()[..., None]
-    k = c.k * (c.passed[..., -1:] - c.passed).exp()[..., None]
-    left = c.passed[..., -1].exp()[..., None, None]
+    q, k = c.q * c.fades, c.k * c.stays
     state, outputs = formulas.state_before(call).to(k.dtype), list[Tensor]()
     for i in range(k.shape[2]):
         new = c.values[:, :, i] - c.keys[:, :, i] @ state
         outputs.append(q[:, :, i] @ state + c.seen[:, :, i] @ new)
-        state = state * left[:, :, i] + k[:, :, i].mT @ new
+        state = state * c.left[:, :, i] + k[:, :, i].mT @ new
     found = torch.cat(outputs, 2)[:, :, : call.max_seqlen_q]
     formulas.put(call, found.transpose(1, 2), rows, there)
     call.state.copy_(state)
@@ -93,25 +97,23 @@ def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...
     """By chunks: the states before them in turn, their gradients in turn from the last, and then
     all tokens at once."""
     rows, there = formulas.rows_of(call)
-    state, after = formulas.state_of(call), call.grad_after
+    after = call.grad_after
     if not (call.max_seqlen_q and rows.numel()):
         return formulas.rule_gradients(call, [], after, rows, there)
     c = solved(call, rows, there)
+    state = formulas.state_of(call).to(c.q.dtype)
     of_output = _chunked(formulas.padded(call.grad_output, rows, there, state.dtype))
-    fades = c.passed.exp()[..., None]
-    stays = (c.passed[..., -1:] - c.passed).exp()[..., None]
-    left = c.passed[..., -1].exp()[..., None, None]
-    q, k, straight = c.q * fades, c.k * stays, c.seen.mT @ of_output
+    q, k, straight = c.q * c.fades, c.k * c.stays, c.seen.mT @ of_output
     states, afters = list[Tensor](), list[Tensor]()
     for i in range(k.shape[2]):
         states.append(state)
         new = c.values[:, :, i] - c.keys[:, :, i] @ state
-        state = state * left[:, :, i] + k[:, :, i].mT @ new
+        state = state * c.left[:, :, i] + k[:, :, i].mT @ new
     after = after.to(state.dtype)
     for i in reversed(range(k.shape[2])):
         afters.append(after)
         of_new = straight[:, :, i] + k[:, :, i] @ after
-        after = after * left[:, :, i] + q[:, :, i].mT @ of_output[:, :, i]
+        after = after * c.left[:, :, i] + q[:, :, i].mT @ of_output[:, :, i]
         after = after - c.keys[:, :, i].mT @ of_new
     found = _of_tokens(c, torch.stack(states, 2), torch.stack(afters[::-1], 2), of_output)
     longest = call.max_seqlen_q
@@ -122,34 +124,31 @@ def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...
 def _of_tokens(c: Chunks, state: Tensor, after: Tensor, of_output: Tensor) -> list[Tensor]:
     """Gradients of query, key, value, decay and beta. state, after: before each chunk, and the
     gradient of that after it."""
-    fades = c.passed.exp()[..., None]
-    stays = (c.passed[..., -1:] - c.passed).exp()[..., None]
-    left = c.passed[..., -1].exp()
     new = c.values - c.keys @ state
-    of_new = c.seen.mT @ of_output + c.k * stays @ after
+    of_new = c.seen.mT @ of_output + c.k * c.stays @ after
     of_right = solve(c.system.mT, of_new, upper=True, unitriangular=True)
     of_system = -(of_right @ new.mT).tril(-1)
     of_seen = (of_output @ new.mT).tril()
-    error = c.v - fades * (c.k @ state)
+    error = c.v - c.fades * (c.k @ state)
     grams = c.k @ c.k.mT * c.between
     of_beta = (of_right * error).sum(-1) + (of_system * grams).sum(-1)
-    reads = fades * (of_output @ state.mT)
-    holds = c.beta * fades * (of_right @ state.mT)
-    keeps = stays * (new @ after.mT)
+    reads = c.fades * (of_output @ state.mT)
+    holds = c.beta * c.fades * (of_right @ state.mT)
+    keeps = c.stays * (new @ after.mT)
     by_query, by_key = of_seen * c.between, of_system * c.beta * c.between
     of_q = reads + by_query @ c.k
     of_k = by_query.mT @ c.q + (by_key + by_key.mT) @ c.k - holds + keeps
     pairs = of_seen * c.seen + of_system * c.system
     kept = (keeps * c.k).sum(-1)
     of_passed = pairs.sum(-1) - pairs.sum(-2) + (reads * c.q - holds * c.k).sum(-1) - kept
-    of_left = kept.sum(-1, keepdim=True) + (left * (state * after).sum((-2, -1)))[..., None]
+    of_left = kept.sum(-1, keepdim=True) + c.left[..., 0] * (state * after).sum((-2, -1))[..., None]
     of_decay = of_passed.flip(-1).cumsum(-1).flip(-1) + of_left
     return [of_q, of_k, c.beta * of_right, of_decay, of_beta]
 
 
 def rule_gradient(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
-    """The reference, that takes the requests that have tokens one by one where the policy is
-    deterministic."""
+    """The reference. Under a deterministic policy it takes requests one by one and skips those
+    without tokens, whose states have the gradients of the states after."""
     *found, of_state = _rule_gradient(call)
     is_empty = (call.cu_seqlens_q.diff() == 0)[:, None, None, None]
     return (*found, compact(torch.where(is_empty, call.grad_after, of_state)))

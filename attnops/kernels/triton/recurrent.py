@@ -1,6 +1,6 @@
 """`triton`, of layers that carry a state: the gated delta rule by chunks of 64 tokens in two
 launches, or token after token in one, the scan of Mamba-2 likewise in one, and the convolution of
-each channel."""
+each channel with its gradient."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ from attnops.ops.recurrent.reference import (
     convolved,
     inputs_of,
     laid_out,
+    packed,
     padded,
-    put,
     read,
     rows_of,
     scan_inputs,
@@ -113,8 +113,7 @@ def _rule(call: Any, expected: Results) -> Allowed:
     error = next(states)[1]
     for q, (_, error, size) in zip(reads, states, strict=True):
         allowed.append(q * (error + near * size) + half * (1 + sqrt(dk) * size))
-    off = torch.zeros_like(call.output)
-    put(changed(call, output=off), torch.stack(allowed, 1), rows, there)
+    off = packed(torch.stack(allowed, 1), rows, there, len(call.output))
     exact = expected["output"].double().abs()
     rounded = roundoff(torch.float32) * expected["state"].double().abs()
     return {"output": off + u * exact, "state": error[:, :, None] + rounded}
@@ -188,9 +187,9 @@ def _scan(call: Any, expected: Results) -> Allowed:
     softplus = 2 * raw.abs().amax((0, 1)) * (1 + most)
     near = a * (sqrt(dk) + 16 + 128 * most + softplus)[:, None]
     left = (dt * call.a).exp()[..., None]
-    values = dt[..., None] * x
+    stepped = dt[..., None] * x
     reads, written = c.norm(dim=-1, keepdim=True), b.norm(dim=-1, keepdim=True)
-    added = values.abs() * written
+    added = stepped.abs() * written
     state = state_before(call)
     size = state.norm(dim=-1)
     error, allowed = torch.zeros_like(size), list[Tensor]()
@@ -198,15 +197,14 @@ def _scan(call: Any, expected: Results) -> Allowed:
         before = left[:, t] * size
         off = (4 * u + near) * added[:, t] + near * before + half * written[:, t]
         error = torch.hypot(left[:, t] * error, off)
-        outer = values[:, t, ..., None] * b[:, t, :, None]
+        outer = stepped[:, t, ..., None] * b[:, t, :, None]
         state = left[:, t, ..., None] * state + outer
         size = torch.maximum(torch.hypot(before, added[:, t]), state.norm(dim=-1))
         allowed.append(reads[:, t] * (error + (4 * u + near) * size))
-    rest = half * (1 + sqrt(dk) * reads + 64 * values.abs().amax(1, keepdim=True))
+    rest = half * (1 + sqrt(dk) * reads + 64 * stepped.abs().amax(1, keepdim=True))
     if call.d is not None:
         rest = rest + 2 * a * (call.d[:, None] * x).abs()
-    off = torch.zeros_like(call.output)
-    put(changed(call, output=off), torch.stack(allowed, 1) + rest, rows, there)
+    off = packed(torch.stack(allowed, 1) + rest, rows, there, len(call.output))
     exact = expected["output"].double().abs()
     rounded = roundoff(torch.float32) * expected["state"].double().abs()
     return {"output": off + u * exact, "state": error[..., None] + rounded}
@@ -242,8 +240,8 @@ def _conv_gradient(call: Any, expected: Results) -> Allowed:
     floats = "x", "weight", "bias", "state", "grad_output", "grad_after"
     sizes = {n: None if (x := getattr(call, n)) is None else x.abs() for n in floats}
     positive = changed(call, activation="", **sizes)
-    state = torch.zeros_like(call.grad_after) if call.state is None else positive.state
-    y = a * (sqrt(call.weight.shape[1]) + 8) * convolved(positive, *laid_out(positive, state)[:2])
+    whole, place, *_ = laid_out(positive, state_of(positive))
+    y = a * (sqrt(call.weight.shape[1]) + 8) * convolved(positive, whole, place)
     slope = 1.1 if call.activation else 1.0
     near = 0.5 * y + 16 * a if call.activation else torch.zeros_like(y)
     shares = positive.grad_output * (slope * a * (sqrt(tokens) + 8) + near)

@@ -11,6 +11,7 @@ from attnops.ops.case_data import BF16, F16, F32, F64, Given, Grid, Rows, Scene,
 RAGGED, ONES = (3, 1, 0, 5), (1, 1, 1)
 HEADS, FULL = (2, 4, 16, 24), (1, 2, 32, 16)
 NORM, FRESH = {"normalize": True}, {"fresh": True}
+APART = {"apart": True}
 RULES: Rows = {
     **at(
         (RAGGED, *HEADS),
@@ -28,6 +29,8 @@ RULES: Rows = {
     "step": (ONES, *HEADS, NORM),
     "step_bfloat16": (ONES, *HEADS, BF16, NORM),
     "step_float16": (ONES, *HEADS, F16, NORM),
+    "apart": (RAGGED, *HEADS, APART),
+    "apart_bfloat16": ((70, 3), 2, 4, 32, 16, BF16, NORM, APART),
     "one_request": ((66,), *FULL, NORM),
     "chunks": ((64, 2, 130), *FULL, NORM),
     "chunks_bfloat16": ((64, 2, 130), *FULL, BF16, NORM),
@@ -53,10 +56,11 @@ def _tokens(
     scene: Scene,
     alike: bool = False,
     forgets: float = 1.0,
+    apart: bool = False,
     beta_dtype: torch.dtype | None = None,
 ) -> Given:
     """alike: keys are nearly one key, which is written whole and never forgotten. forgets: the
-    largest decay."""
+    largest decay. apart: keys have other strides than queries."""
     source, dtype, sizes = scene.source, scene.f.dtype, scene.sizes
     tokens, width = sizes["T"], sizes["Dk"]
     scene.f = scene.f.__class__(dtype=dtype, head_dim=width)
@@ -69,10 +73,15 @@ def _tokens(
     for field in ("query", "key", "value", "decay", "beta"):
         scene.free[field] = scene.free["tokens"]
     return {
-        "key": key.to(dtype),
+        "key": _strided(key.to(dtype), apart),
         "decay": -forgets * source.normal(tokens, sizes["Hv"]).sigmoid() * (not alike),
         "beta": gates.sigmoid().to(beta_dtype or dtype),
     }
+
+
+def _strided(x: torch.Tensor, apart: bool) -> torch.Tensor:
+    """`x`, with 16 numbers between its heads if they lie `apart`."""
+    return torch.nn.functional.pad(x, (0, 16))[..., : x.shape[-1]] if apart else x
 
 
 STEPS = {"dt_bias": True, "dt_softplus": True, "d": True}
@@ -91,6 +100,8 @@ SCANS: Rows = {
             "fresh": FRESH,
         },
     ),
+    "apart": (RAGGED, *HEADS, APART),
+    "apart_bfloat16": ((70, 3), 2, 4, 32, 16, BF16, STEPS, APART),
     "step": (ONES, *HEADS, STEPS),
     "step_bfloat16": (ONES, *HEADS, BF16, STEPS),
     "step_float16": (ONES, *HEADS, F16, STEPS),
@@ -110,15 +121,25 @@ SCANS: Rows = {
 }
 
 
-def _steps(scene: Scene, longer: float = 0.0, dt_dtype: torch.dtype | None = None) -> Given:
-    """longer: what is added to `dt`."""
+def _steps(
+    scene: Scene,
+    longer: float = 0.0,
+    apart: bool = False,
+    dt_dtype: torch.dtype | None = None,
+) -> Given:
+    """longer: what is added to `dt`. apart: `c` has other strides than `b`."""
     source, dtype, sizes = scene.source, scene.f.dtype, scene.sizes
     for field in ("x", "dt", "b", "c"):
         scene.free[field] = scene.free["tokens"]
     dt = source.normal(sizes["T"], sizes["Hv"]) + longer
     if not scene.given.get("dt_softplus"):
         dt = dt.abs()
-    return {"dt": dt.to(dt_dtype or dtype), "a": -source.normal(sizes["Hv"]).exp()}
+    c = source.normal(sizes["T"], sizes["Hk"], sizes["Dk"], dtype=dtype)
+    return {
+        "dt": dt.to(dt_dtype or dtype),
+        "a": -source.normal(sizes["Hv"]).exp(),
+        "c": _strided(c, apart),
+    }
 
 
 WIDE, SILU, BIAS = (RAGGED, 36, 4), {"activation": "silu"}, {"bias": True}

@@ -124,9 +124,9 @@ def causal_conv1d(
             past `cu[B]` are padding and may hold anything; their output is 0.
         bias: `[C]`.
         max_seqlen_q: upper bound in tokens on the requests' lengths, a host int.
+        activation: `"silu"`, or `""` for none.
         fresh: the requests have no tokens before these. The inputs before their first tokens are 0,
             whatever `state` holds.
-        activation: `"silu"`, or `""` for none.
         padded: False promises that there are no padding rows, which saves a clear of the output.
         output: `[T, C]`, to write into; allocated when None. It shares no memory with the other
             tensors.

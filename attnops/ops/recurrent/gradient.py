@@ -42,7 +42,7 @@ def differentiable(run: Any, call: Any) -> None:
     """Run a call whose gradient is asked for. Its state carries a gradient from call to call, as
     any tensor that is changed in place.
 
-    Raises InvalidInput where what is written is a leaf that requires grad.
+    Raises InvalidInput if `output` or `state` is a leaf that requires grad.
     """
     for field in ("output", "state"):
         written = getattr(call, field)

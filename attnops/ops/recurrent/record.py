@@ -165,9 +165,9 @@ def gated_delta_rule(
             past `cu[B]` are padding and may hold anything; their output is 0.
         max_seqlen_q: upper bound in tokens on the requests' lengths, a host int.
         scale: of the output; default `Dk**-0.5`.
+        normalize: queries and keys are divided by their lengths, `x / sqrt(sum(x**2) + 1e-6)`.
         fresh: the requests have no tokens before these. The states before their first tokens are
             0, whatever `state` holds.
-        normalize: queries and keys are divided by their lengths, `x / sqrt(sum(x**2) + 1e-6)`.
         padded: False promises that there are no padding rows, which saves a clear of the output.
         output: `[T, Hv, Dv]`, to write into; allocated when None. It shares no memory with the
             other tensors.

@@ -41,14 +41,15 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
 def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
     """The reference of the gradient: token after token, from the last."""
     rows, there = rows_of(call)
+    dtype = wide(call.query).dtype
     q, k, v, decay, beta = (x.unbind(1) for x in inputs_of(call, rows, there))
-    of_output = padded(call.grad_output, rows, there, wide(call.query).dtype).unbind(1)
-    states = [state_of(call)]
+    of_output = padded(call.grad_output, rows, there, dtype).unbind(1)
+    states = [state_of(call).to(dtype)]
     for t in range(call.max_seqlen_q):
         faded = states[t] * decay[t].exp()[..., None, None]
         delta = (v[t] - read(faded, k[t])) * beta[t][..., None]
         states.append(faded + k[t][..., None] * delta[..., None, :])
-    grad, found = call.grad_after.to(states[0].dtype), list[tuple[Tensor, ...]]()
+    grad, found = call.grad_after.to(dtype), list[tuple[Tensor, ...]]()
     for t in reversed(range(call.max_seqlen_q)):
         left, b = decay[t].exp()[..., None, None], beta[t][..., None]
         faded = states[t] * left
@@ -68,8 +69,7 @@ def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...
 
 def state_of(call: Any) -> Tensor:
     """The states before the tokens of a gradient."""
-    given = torch.zeros_like(call.grad_after) if call.state is None else call.state
-    return given.to(wide(call.query).dtype)
+    return torch.zeros_like(call.grad_after) if call.state is None else call.state
 
 
 def rule_gradients(
@@ -91,8 +91,7 @@ def rule_gradients(
             grad = factor * (grad - one * (one * grad).sum(-1, keepdim=True))
         both.append(grad)
     if call.state is None:
-        begins = call.cu_seqlens_q.diff() > 0
-        of_state = of_state.masked_fill(begins[:, None, None, None], 0.0)
+        of_state = zero_where_tokens(call, of_state)
     tokens = call.value.shape[0]
     return (
         *(
@@ -104,12 +103,14 @@ def rule_gradients(
 
 
 def state_before(call: Any) -> Tensor:
-    """The states that the first tokens meet: 0 of fresh requests that have tokens."""
-    state: Tensor = call.state
-    if not call.fresh:
-        return state
-    begins = call.cu_seqlens_q.diff() > 0
-    return state.masked_fill(begins.view(-1, *[1] * (state.dim() - 1)), 0.0)
+    """The states before the first tokens: 0 of fresh requests that have tokens."""
+    return zero_where_tokens(call, call.state) if call.fresh else call.state
+
+
+def zero_where_tokens(call: Any, states: Tensor) -> Tensor:
+    """States `[B, ...]`, those of requests that have tokens replaced by 0."""
+    has_tokens = call.cu_seqlens_q.diff() > 0
+    return states.masked_fill(has_tokens.view(-1, *[1] * (states.dim() - 1)), 0.0)
 
 
 def read(state: Tensor, x: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ def read(state: Tensor, x: Tensor) -> Tensor:
 
 def is_blank(call: Any) -> bool:
     """Has no request a token? The output is 0 then."""
-    if call.output.numel() and call.max_seqlen_q:
+    if call.output.numel() and call.max_seqlen_q and call.state.shape[0]:
         return False
     call.output.zero_()
     return True
@@ -136,8 +137,8 @@ def rows_of(call: Any) -> tuple[Tensor, Tensor]:
 def inputs_of(
     call: Any, rows: Tensor, there: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled. They
-    are 0 where there is no token: the state stays as it is there."""
+    """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled.
+    Positions past a request's last token hold 0, which leaves the state as it is."""
     given = (call.query, call.key, call.value, call.decay, call.beta)
     q, k, v, decay, beta = (padded(x, rows, there, wide(call.query).dtype) for x in given)
     if call.normalize:
@@ -182,9 +183,12 @@ def causal_conv1d(call: CausalConv1d) -> None:
 
 
 def laid_out(call: Any, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs `[T + B * S + 1, C]`: in front of the tokens of each request stand the S before them,
-    and the last row is 0. And the rows of tokens `[T]`, of which that of padding is the last, and
-    of the states before and after the tokens `[B, S]`."""
+    """(inputs, rows of the tokens, rows of the states before the tokens, and after them).
+
+    Inputs `[T + B * S + 1, C]`: the S inputs of a request's state, then its tokens, then the next
+    request; the last row is 0. Rows of tokens `[T]`: the last row for padding. Rows of states
+    `[B, S]`.
+    """
     x, starts = wide(call.x), call.cu_seqlens_q.long()
     (tokens, channels), (requests, _, kept) = x.shape, state.shape
     t = torch.arange(tokens, device=x.device)
@@ -213,9 +217,8 @@ def convolved(call: Any, whole: Tensor, place: Tensor) -> Tensor:
 
 def causal_conv1d_backward(call: CausalConv1dBackward) -> tuple[Tensor, ...]:
     """The reference of the gradient: a convolution in the other direction."""
-    of_after, weight = wide(call.grad_after), wide(call.weight)
-    state = torch.zeros_like(of_after) if call.state is None else call.state
-    whole, place, before, after = laid_out(call, state)
+    weight = wide(call.weight)
+    whole, place, before, after = laid_out(call, state_of(call))
     last, width = len(whole) - 1, weight.shape[1]
     real = (place < last)[:, None]
     slope = torch.where(real, wide(call.grad_output), 0.0)
@@ -231,11 +234,10 @@ def causal_conv1d_backward(call: CausalConv1dBackward) -> tuple[Tensor, ...]:
         back = width - 1 - w
         grads = grads + slopes[(row + back).clamp(max=last)] * weight[:, w]
         of_weight.append((slope * whole[(place - back).clamp(min=0)]).sum(0))
-    grads[after] += of_after.transpose(1, 2)
+    grads[after] += wide(call.grad_after).transpose(1, 2)
     of_state = grads[before].transpose(1, 2)
     if call.state is None:
-        begins = call.cu_seqlens_q.diff() > 0
-        of_state = of_state.masked_fill(begins[:, None, None], 0.0)
+        of_state = zero_where_tokens(call, of_state)
     return (
         torch.where(real, grads[place], 0.0).to(call.x.dtype),
         torch.stack(of_weight, 1).to(call.x.dtype),
@@ -266,8 +268,8 @@ def mamba2_scan(call: Mamba2Scan) -> None:
 def scan_inputs(
     call: Mamba2Scan, rows: Tensor, there: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, the lengths of the steps, b and c: `[B, max_seqlen_q, Hv, ...]`. They are 0 where there is
-    no token: the state stays as it is there."""
+    """x, the lengths of the steps, b and c: `[B, max_seqlen_q, Hv, ...]`. Positions past a
+    request's last token have steps of 0, which leave the state as it is."""
     x, dt, b, c = (
         padded(y, rows, there, wide(call.x).dtype) for y in (call.x, call.dt, call.b, call.c)
     )

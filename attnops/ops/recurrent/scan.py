@@ -11,8 +11,8 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
 from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, arg, record
 from attnops.ops import rules, typical
+from attnops.ops.recurrent import reference
 from attnops.ops.recurrent.record import LEAST, MEASURES, heads_divide
-from attnops.ops.recurrent.reference import mamba2_scan as reference
 
 
 @record("mamba2_scan", least=LEAST, rules=heads_divide, problem=MEASURES)
@@ -47,7 +47,7 @@ GRANITE_4: typical.Leaves = {
 MAMBA2_SCAN = define(
     Op(
         Mamba2Scan,
-        reference,
+        reference.mamba2_scan,
         flops="4 * T * Hv * Dk * Dv",
         about="scan of Mamba-2, over packed requests with their states",
         typical=(

@@ -80,11 +80,11 @@ def gradient(
     BLOCK_T: constexpr,
     BLOCK_C: constexpr,
 ):
-    """Grid: (requests * tiles, cdiv(channels, BLOCK_C)). A tile has inputs of a request, of which
-    the first KEPT are in the state.
+    """Grid: (requests * tiles, cdiv(channels, BLOCK_C)). A request's inputs are the KEPT of its
+    state, then its tokens. A program has BLOCK_T of them.
 
-    weight: `[WIDTH, C]`. Written beside the gradients of inputs: sums `[.., WIDTH + 1, C]`, the
-    share of the tile's tokens in those of the weight and of the bias.
+    weight: `[WIDTH, C]`. The program writes the gradients of its inputs, and to a row of sums
+    `[.., WIDTH + 1, C]` what its tokens add to the gradients of the weight and of the bias.
     """
     request, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     begin = tl.load(starts_ptr + request * starts_b)
@@ -101,7 +101,7 @@ def gradient(
     grads = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     slope = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     here = in_c[None, :] & (t < end)[:, None]
-    # The last slope is that of the tile's own tokens.
+    # After the loop, `slope` is that of the tile's own tokens.
     for w in tl.static_range(WIDTH):
         target = t + (WIDTH - 1 - w)
         slope = slope_at(
@@ -136,7 +136,7 @@ def gradient(
     at = own + c[None, :] * KEPT + (t - begin + KEPT)[:, None]
     tl.store(grad_state_ptr + at, grads, mask=here & ~is_token)
 
-    # Requests before this one have no more tiles than that.
+    # Earlier requests write to earlier rows: each has at most inputs // BLOCK_T + 1 tiles.
     row = (begin + request * KEPT) // BLOCK_T + request + tile
     sums_ptr += row * (WIDTH + 1) * channels + c
     for w in tl.static_range(WIDTH):
