@@ -1,6 +1,7 @@
 """Graphs of torch functions that are recorded without Dynamo: the module's own bits, and a reason
 where a graph would not repeat what the code does."""
 
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -386,19 +387,31 @@ def test_one_graph_a_kind_of_layer_and_size():
         assert torch.equal(run(kinds, layers, x), want) and kinds._traces == traces
 
 
-def test_a_layer_is_looked_at_again_where_its_tensors_are_others():
-    layers, looks = [Layer(plain) for _ in range(2)], Looks()
-    first, other = map(looks.own, layers)
-    assert first.form == other.form and looks.own(layers[0]).known is first.known
-    linear = layers[0].linear
-    linear.weight.data = linear.weight.data.t()
-    second = looks.own(layers[0])
-    assert second.form != first.form
-    linear.weight.data = linear.weight.data.clone()
-    assert looks.own(layers[0]).known is not second.known
-    second = looks.own(layers[0])
-    linear.weight = nn.Parameter(linear.weight.data)
-    assert looks.own(layers[0]).known is not second.known
+CHANGES = {
+    "parameter": lambda m: setattr(m, "weight", nn.Parameter(m.weight.data, False)),
+    "place": lambda m: setattr(m.weight, "data", m.weight.data.clone()),
+    "storage": lambda m: setattr(m.weight, "data", torch.from_numpy(m.weight.data.numpy())),
+    "shape": lambda m: setattr(m.weight, "data", m.weight.data[:2]),
+    "strides": lambda m: setattr(m.weight, "data", m.weight.data.t()),
+    "dtype": lambda m: setattr(m.weight, "data", m.weight.data.view(torch.int32)),
+    "gradient": lambda m: m.weight.requires_grad_(),
+    "count": lambda m: setattr(m, "bias", None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_layer_is_looked_at_again_where_its_tensors_are_others(name):
+    """And only there. Nothing keeps it alive."""
+    layers, looks = [Layer(plain).requires_grad_(False) for _ in range(2)], Looks()
+    before, other = map(looks.own, layers)
+    assert before.form == other.form and looks.own(layers[0]).known is before.known
+    CHANGES[name](layers[0].linear)
+    after = looks.own(layers[0])
+    assert after.known is not before.known
+    assert (after.form != before.form) is (name not in ("parameter", "place", "storage"))
+    held = [weakref.ref(x) for layer in layers for x in (layer, layer.linear.weight)]
+    del layers, before, other, after
+    assert not any(ref() for ref in held)
 
 
 def test_more_kinds_than_a_step_may_have():
