@@ -390,6 +390,7 @@ def test_one_graph_a_kind_of_layer_and_size():
 CHANGES = {
     "parameter": lambda m: setattr(m, "weight", nn.Parameter(m.weight.data, False)),
     "place": lambda m: setattr(m.weight, "data", m.weight.data.clone()),
+    "offset": lambda m: setattr(m.weight, "data", m.weight.data.as_strided((4, 4), (4, 1), 4)),
     "storage": lambda m: setattr(m.weight, "data", torch.from_numpy(m.weight.data.numpy())),
     "shape": lambda m: setattr(m.weight, "data", m.weight.data[:2]),
     "strides": lambda m: setattr(m.weight, "data", m.weight.data.t()),
@@ -401,16 +402,22 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_layer_is_looked_at_again_where_its_tensors_are_others(name):
-    """And only there. Nothing keeps it alive."""
+    """And only there. Nothing keeps it or its tensors alive."""
     layers, looks = [Layer(plain).requires_grad_(False) for _ in range(2)], Looks()
+    for layer in layers:
+        layer.linear.weight.data, layer.rule = torch.randn(5, 4)[:4], layers[0].rule
     before, other = map(looks.own, layers)
     assert before.form == other.form and looks.own(layers[0]).known is before.known
+    assert [*looks._shared] == [id(layers[0].rule)]
     CHANGES[name](layers[0].linear)
     after = looks.own(layers[0])
     assert after.known is not before.known
-    assert (after.form != before.form) is (name not in ("parameter", "place", "storage"))
-    held = [weakref.ref(x) for layer in layers for x in (layer, layer.linear.weight)]
-    del layers, before, other, after
+    assert (after.form != before.form) is (name in ("shape", "strides", "dtype", "gradient", "count"))
+    held = [weakref.ref(x) for x in (layers[1].linear.weight, *layers)]
+    del before, other, after
+    layers[1].linear.weight = layer = None
+    assert held[0]() is None
+    layers.clear()
     assert not any(ref() for ref in held)
 
 
