@@ -129,7 +129,7 @@ class Kinds(Regions):
 
     kept: what others have recorded and watched, to share: of one model, whose layers are the same
         in all sessions. watched: see `Kept`.
-    pages: equal for pages over which layers get arguments of the same forms; None: for no others.
+    pages: equal where layers get arguments of the same forms over the pages; None: nowhere else.
     """
 
     takes_twins = False
