@@ -163,13 +163,14 @@ def test_a_capture_does_once_what_equal_layers_share(counted):
 
 def test_pages_like_others_are_captured_without_a_run(counted):
     """Which would launch what is loaded, and compare what was compared. Layers that were dropped
-    since are recorded anew. Of another policy kernels were not loaded."""
+    since are recorded anew. Pages of another size and another policy have other kernels."""
     kept, logits, other = [], {}, {"paged_attention": "reference"}
     with first(tiny.model("llama", num_hidden_layers=6)) as pair, torch.no_grad():
         ids, _ = asked(1, 9, 1)
-        calls = (None, {}), (None, other), (False, other), (True, {}), (None, {}), (False, {})
-        for dropped, policy in calls:
-            cache = pair.handle.new_cache(1, 20)
+        steps = (None, 20, {}), (None, 90, {}), (None, 20, other), (False, 20, other)
+        again = (True, 20, {}), (None, 20, {}), (False, 20, {})
+        for dropped, room, policy in (*steps, *again):
+            cache = pair.handle.new_cache(1, room)
             pair.model(ids, past_key_values=cache, logits_to_keep=1)
             if dropped:
                 pair.decoder._recorded.kinds.clear()
