@@ -4,6 +4,7 @@ where a graph would not repeat what the code does."""
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from attnops.graphs.compile_pieces import Program
 from attnops.graphs.cuda_graphs import Recorded
 from attnops.graphs.eager_capture import CaptureMode
 from attnops.graphs.forms import Form, own_tensors, tensors_of
-from attnops.graphs.kinds import Kinds
+from attnops.graphs.kinds import Dropped, Kinds
 from attnops.graphs.looks import Looks
 from attnops.graphs.per_layer import NotRegional, twin
 from attnops.graphs.record_functions import NotRecorded, record
@@ -419,6 +420,17 @@ def test_a_layer_is_looked_at_again_where_its_tensors_are_others(name):
     assert held[0]() is None
     layers.clear()
     assert not any(ref() for ref in held)
+
+
+def test_after_a_capture_of_layers_that_were_dropped_steps_run_once_more():
+    kinds, step = Kinds(pages="of one size"), (SimpleNamespace(requests=()), 2)
+    kinds.note_run(*step)
+    assert kinds.ran_alike(*step) and not kinds.runs_again(NotRegional("a test's"))
+    assert [kinds.runs_again(Dropped("a test's")) for _ in range(2)] == [True, False]
+    assert not kinds.ran_alike(*step)
+    of_no_pages = Kinds()
+    of_no_pages.note_run(*step)
+    assert not of_no_pages.ran_alike(*step)
 
 
 def test_more_kinds_than_a_step_may_have():
