@@ -187,6 +187,23 @@ def test_pages_like_others_are_captured_without_a_run(counted):
             kept.append(cache)
 
 
+def test_prompts_over_pages_like_others_are_captured_without_a_run(counted):
+    kept = []
+    with first(tiny.model("llama", num_hidden_layers=6)) as pair, torch.no_grad():
+        ids, _ = asked(1, 9, 1)
+        for alike, dropped in ((False, False), (True, False), (False, True)):
+            cache = pair.handle.new_cache(1, 20)
+            pair.model(ids, past_key_values=cache, logits_to_keep=1)
+            cache.reset()
+            if dropped:
+                pair.decoder._recorded.kinds.clear()
+            counted.clear()
+            pair.model(ids, past_key_values=cache, logits_to_keep=1)
+            assert pair.decoder.prompts.took == "captured", pair.decoder.prompts.why
+            assert counted["runs_again"] == dropped and (counted["differs"] == 0) is alike
+            kept.append(cache)
+
+
 def test_no_call_captures_its_prompt_and_its_steps():
     steps = (4, 9, 3, ""), (2, 9, 3, ""), (2, 9, 3, "captured")
     with first() as pair:
