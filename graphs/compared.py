@@ -37,7 +37,7 @@ class Before:
 def differs(found: Recording, flat: tuple[Any, ...], result: Any, before: Before) -> bool:
     """Does the graph, before it is rewritten, give other numbers than the module's forward, which
     has run on the same tensors, or write other ones into pages or states? result: of the forward.
-    before: as it was before that."""
+    before: the states before that."""
     graph = found.module.graph
     pages = [flat[i] for i in _inputs(graph, "pages") if flat[i].nbytes <= MOST_COMPARED]
     want = tensors_of(result)
@@ -52,7 +52,8 @@ def differs(found: Recording, flat: tuple[Any, ...], result: Any, before: Before
 
 
 def _inputs(graph: fx.Graph, holds: str) -> list[int]:
-    """Which inputs an op of ours takes that hold this: pages or states, which it may write."""
+    """Which inputs our ops take as "pages" or "states", which they may write. holds: one of these
+    words."""
     taken: list[Any] = []
     for node in graph.nodes:
         op = OPS.get(_name(node.target))

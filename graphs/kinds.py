@@ -108,7 +108,7 @@ class Kept:
 
     kinds: by form, which keeps what it knows by identity. Those that served last come last.
     watched: the steps, each with its bucket, whose own code was seen to change tensors alone.
-    ran: the steps that ran, each with its bucket and the kind of its pages.
+    ran: the steps that ran, each with its bucket, the kind of its pages, and what was in force.
     """
 
     kinds: dict[Any, Kind] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Kinds(Regions):
 
     kept: what others have recorded and watched, to share: of one model, whose layers are the same
         in all sessions. watched: see `Kept`.
-    pages: equal for pages over which layers get arguments of the same forms; None: for no others.
+    pages: equal where layers get arguments of the same forms over the pages; None: nowhere else.
     """
 
     takes_twins = False
@@ -171,12 +171,12 @@ class Kinds(Regions):
     def ran_alike(self, options: Options, bucket: Bucket) -> bool:
         """Did such a step run over pages like these? Its kernels are then loaded, and its layers
         recorded and compared, but for those that were dropped since, see `Dropped`."""
-        return (self._pages, options.requests, bucket) in self._runs
+        return (self._pages, options.requests, bucket, in_force()) in self._runs
 
     def note_run(self, options: Options, bucket: Bucket) -> None:
         """Note that such a step has run."""
         if self._pages is not None:
-            self._runs.add((self._pages, options.requests, bucket))
+            self._runs.add((self._pages, options.requests, bucket, in_force()))
 
     def runs_again(self, error: Exception) -> bool:
         """Will steps run before their captures because of this error?"""

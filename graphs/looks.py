@@ -12,7 +12,7 @@ from .forms import Form, own_tensors
 from .per_layer import ANY, twin
 
 SharedForms = dict[int, tuple[Any, Any]]
-"""Those of objects that layers share, by identity, see `Form`."""
+"""Forms of objects that layers share, by `id`, see `Form`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Own:
 
 
 def own_of(module: nn.Module, shared: SharedForms | None = None) -> Own:
-    """The layer as it is now."""
+    """What recordings tell of a layer. shared: takes the forms of objects without tensors."""
     known = Form(shared)
     return Own(known.of_module(nameless(module)), known, (*own_tensors(module).values(),))
 
@@ -45,14 +45,15 @@ class _Look:
 
     def holds(self, tensors: tuple[Tensor, ...]) -> bool:
         """Are these its tensors, in the same places?"""
-        same = len(tensors) == len(self.tensors)
-        same = same and all(ref() is t for ref, t in zip(self.tensors, tensors, strict=True))
-        return same and _places(tensors) == self.places
+        if _places(tensors) != self.places:
+            return False
+        return all(ref() is t for ref, t in zip(self.tensors, tensors, strict=True))
 
 
 class Looks:
-    """The layers of a model, whose tensors alone may change: a caller has others for a model of
-    other objects. It holds no plain tensors, and no layers."""
+    """What recordings tell of each layer of a model. Only a layer's tensors are looked at again:
+    after any other change of the model its caller makes new `Looks`. They keep no layer alive, and
+    no plain tensor."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[nn.Module, _Look] = weakref.WeakKeyDictionary()
@@ -61,7 +62,7 @@ class Looks:
         self._numbers: dict[Any, int] = {}
 
     def own(self, module: nn.Module) -> Own:
-        """The layer, whose form is a number here."""
+        """As `own_of`, with a number as the form."""
         tensors = (*own_tensors(module).values(),)
         look = self._seen.get(module)
         if look is None or not look.holds(tensors):

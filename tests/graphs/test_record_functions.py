@@ -1,8 +1,10 @@
 """Graphs of torch functions that are recorded without Dynamo: the module's own bits, and a reason
 where a graph would not repeat what the code does."""
 
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +21,7 @@ from attnops.graphs.compile_pieces import Program
 from attnops.graphs.cuda_graphs import Recorded
 from attnops.graphs.eager_capture import CaptureMode
 from attnops.graphs.forms import Form, own_tensors, tensors_of
-from attnops.graphs.kinds import Kinds
+from attnops.graphs.kinds import Dropped, Kinds
 from attnops.graphs.looks import Looks
 from attnops.graphs.per_layer import NotRegional, twin
 from attnops.graphs.record_functions import NotRecorded, record
@@ -386,19 +388,50 @@ def test_one_graph_a_kind_of_layer_and_size():
         assert torch.equal(run(kinds, layers, x), want) and kinds._traces == traces
 
 
-def test_a_layer_is_looked_at_again_where_its_tensors_are_others():
-    layers, looks = [Layer(plain) for _ in range(2)], Looks()
-    first, other = map(looks.own, layers)
-    assert first.form == other.form and looks.own(layers[0]).known is first.known
-    linear = layers[0].linear
-    linear.weight.data = linear.weight.data.t()
-    second = looks.own(layers[0])
-    assert second.form != first.form
-    linear.weight.data = linear.weight.data.clone()
-    assert looks.own(layers[0]).known is not second.known
-    second = looks.own(layers[0])
-    linear.weight = nn.Parameter(linear.weight.data)
-    assert looks.own(layers[0]).known is not second.known
+CHANGES = {
+    "parameter": lambda m: setattr(m, "weight", nn.Parameter(m.weight.data, False)),
+    "place": lambda m: setattr(m.weight, "data", m.weight.data.clone()),
+    "offset": lambda m: setattr(m.weight, "data", m.weight.data.as_strided((4, 4), (4, 1), 4)),
+    "storage": lambda m: setattr(m.weight, "data", torch.from_numpy(m.weight.data.numpy())),
+    "shape": lambda m: setattr(m.weight, "data", m.weight.data[:2]),
+    "strides": lambda m: setattr(m.weight, "data", m.weight.data.t()),
+    "dtype": lambda m: setattr(m.weight, "data", m.weight.data.view(torch.int32)),
+    "gradient": lambda m: m.weight.requires_grad_(),
+    "count": lambda m: setattr(m, "bias", None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_layer_is_looked_at_again_where_its_tensors_are_others(name):
+    """And only there. Nothing keeps it or its tensors alive."""
+    layers, looks = [Layer(plain).requires_grad_(False) for _ in range(2)], Looks()
+    for layer in layers:
+        layer.linear.weight.data, layer.rule = torch.randn(5, 4)[:4], layers[0].rule
+    before, other = map(looks.own, layers)
+    assert before.form == other.form and looks.own(layers[0]).known is before.known
+    assert [*looks._shared] == [id(layers[0].rule)]
+    CHANGES[name](layers[0].linear)
+    after = looks.own(layers[0])
+    assert after.known is not before.known
+    same = name in ("parameter", "place", "offset", "storage")
+    assert (after.form == before.form) is same
+    held = [weakref.ref(x) for x in (layers[1].linear.weight, *layers)]
+    del before, other, after
+    layers[1].linear.weight = layer = None
+    assert held[0]() is None
+    layers.clear()
+    assert not any(ref() for ref in held)
+
+
+def test_after_a_capture_of_layers_that_were_dropped_steps_run_once_more():
+    kinds, step = Kinds(pages="of one size"), (SimpleNamespace(requests=()), 2)
+    kinds.note_run(*step)
+    assert kinds.ran_alike(*step) and not kinds.runs_again(NotRegional("a test's"))
+    assert [kinds.runs_again(Dropped("a test's")) for _ in range(2)] == [True, False]
+    assert not kinds.ran_alike(*step)
+    of_no_pages = Kinds()
+    of_no_pages.note_run(*step)
+    assert not of_no_pages.ran_alike(*step)
 
 
 def test_more_kinds_than_a_step_may_have():

@@ -6,6 +6,7 @@ import torch
 from attnops.hf import tiny
 from attnops.hf.cache import idle_pages
 from attnops.hf.cache.page_sizes import Sizes
+from attnops.hf.models.states import StateSizes
 from attnops.ops import paged_layers
 from tests.hf.decoding import generated
 from tests.hf.helpers import paged
@@ -15,9 +16,13 @@ ROW_BYTES = 3 * 2 * 2 * 16 * 4
 """Of a token in three layers: keys and values of two heads of 16 float32."""
 
 
-def sizes_of(rows, length, memory, monkeypatch):
+STATES = StateSizes(torch.Size((24, 4)), torch.float32, torch.Size((2, 16, 36)), torch.bfloat16)
+"""Two such layers keep of a row the bytes of seven tokens."""
+
+
+def sizes_of(rows, length, memory, monkeypatch, states=()):
     monkeypatch.setattr(idle_pages, "gpu_bytes", lambda device: memory)
-    sizes = Sizes(rows, length, (LAYERS,) * 3, torch.device("cpu"), None)
+    sizes = Sizes(rows, length, (LAYERS,) * 3, torch.device("cpu"), None, states=states)
     return idle_pages._rounded(sizes)[:2]
 
 
@@ -42,6 +47,21 @@ def test_new_pages_have_room_for_some_tokens(rows, length, tokens, want, monkeyp
     assert sizes_of(rows, length, memory, monkeypatch) == wanted
     without = {100: 104, 2047: 2048, 3000: 3072}[length]  # rounded up by an eighth at most
     assert sizes_of(rows, length, float("inf"), monkeypatch) == (rows, without)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "want"),
+    [
+        (3, 450, (3, 104)),  # 4 rows of 104 + 7 tokens, and 7 of padding, are 451
+        (3, 451, (4, 104)),
+        (1, 269, (1, 104)),
+        (1, 270, (1, 256)),
+    ],
+)
+def test_rows_of_new_pages_keep_states(rows, tokens, want, monkeypatch):
+    """Which take a part of their room, and padding has some, too."""
+    memory = idle_pages.SMALL * tokens * ROW_BYTES
+    assert sizes_of(rows, 100, memory, monkeypatch, (STATES,) * 2) == want
 
 
 def test_a_model_with_a_scripted_module():

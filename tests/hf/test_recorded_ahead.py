@@ -138,6 +138,7 @@ def counted(monkeypatch):
         (kinds, "record"),
         (kinds, "differs"),
         (kinds.Kinds, "__call__"),
+        (kinds.Kinds, "runs_again"),
         (AnySize, "_chooses"),
     ):
         count(owner, name)
@@ -162,24 +163,45 @@ def test_a_capture_does_once_what_equal_layers_share(counted):
 
 def test_pages_like_others_are_captured_without_a_run(counted):
     """Which would launch what is loaded, and compare what was compared. Layers that were dropped
-    since are recorded anew."""
-    kept, logits = [], []
+    since are recorded anew. Pages of another size and another policy have other kernels."""
+    kept, logits, other = [], {}, {"paged_attention": "reference"}
     with first(tiny.model("llama", num_hidden_layers=6)) as pair, torch.no_grad():
         ids, _ = asked(1, 9, 1)
-        for dropped in (None, False, True, None, False):
-            cache = pair.handle.new_cache(1, 20)
+        steps = (None, 20, {}), (None, 90, {}), (None, 20, other), (False, 20, other)
+        again = (True, 20, {}), (None, 20, {}), (False, 20, {})
+        for dropped, room, policy in (*steps, *again):
+            cache = pair.handle.new_cache(1, room)
             pair.model(ids, past_key_values=cache, logits_to_keep=1)
             if dropped:
                 pair.decoder._recorded.kinds.clear()
             counted.clear()
-            logits.append(pair.handle.step(ids[:, :1], cache))
+            with attnops.use(policy):
+                found = pair.handle.step(ids[:, :1], cache)
+            assert torch.equal(found, logits.setdefault(len(policy), found))
             assert not pair.handle.graphs.report().not_recorded
+            assert counted["runs_again"] == bool(dropped)
             if dropped is not None:
-                calls = counted["__call__"] - 1  # without that of a function
-                assert (counted["run"] == calls) is not dropped
+                layers = counted["__call__"] - 1  # without the call of a function
+                assert (counted["run"] == layers) is not dropped
                 assert (counted["differs"] == 0) is not dropped
             kept.append(cache)
-    assert all(torch.equal(each, logits[0]) for each in logits)
+
+
+def test_prompts_over_pages_like_others_are_captured_without_a_run(counted):
+    kept = []
+    with first(tiny.model("llama", num_hidden_layers=6)) as pair, torch.no_grad():
+        ids, _ = asked(1, 9, 1)
+        for alike, dropped in ((False, False), (True, False), (False, True)):
+            cache = pair.handle.new_cache(1, 20)
+            pair.model(ids, past_key_values=cache, logits_to_keep=1)
+            cache.reset()
+            if dropped:
+                pair.decoder._recorded.kinds.clear()
+            counted.clear()
+            pair.model(ids, past_key_values=cache, logits_to_keep=1)
+            assert pair.decoder.prompts.took == "captured", pair.decoder.prompts.why
+            assert counted["runs_again"] == dropped and (counted["differs"] == 0) is alike
+            kept.append(cache)
 
 
 def test_no_call_captures_its_prompt_and_its_steps():

@@ -16,6 +16,7 @@ from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import Returned
 from attnops.hf.cache.page_sizes import Sizes, layer_of
 from attnops.hf.cache.paged_cache import PagedModelCache, State
+from attnops.hf.models.states import StateSizes
 
 MOST_IDLE = 2
 """Sets of pages that are kept for later caches, if they fit in `most_idle_bytes`."""
@@ -199,10 +200,13 @@ def _rounded(sizes: Sizes) -> Sizes:
     length = -(-sizes.length // step) * step
     memory = gpu_bytes(sizes.device)
     if isfinite(memory):
-        tokens = int(memory / SMALL) // sum(map(_token_bytes, sizes.layers))
+        token = sum(map(_token_bytes, sizes.layers))
+        states = sum(map(_state_bytes, sizes.states))
+        room = int(memory / SMALL) - states  # those of padding
         more = 1 << (rows - 1).bit_length()
-        rows = more if more * length <= tokens else rows
-        length = max(length, min(FEW, tokens // rows // STEP * STEP))
+        rows = more if more * (length * token + states) <= room else rows
+        tokens = (room // rows - states) // token
+        length = max(length, min(FEW, tokens // STEP * STEP))
     return sizes._replace(rows=rows, length=length)
 
 
@@ -210,3 +214,9 @@ def _token_bytes(layer: Problem) -> int:
     """Bytes that a layer keeps of a token, its window not counted."""
     numbers = sum(map(prod, layer_of(layer).shapes))
     return numbers * layer.dtype.itemsize
+
+
+def _state_bytes(layer: StateSizes) -> int:
+    """Bytes of a row's states of a layer."""
+    conv = prod(layer.conv) * layer.conv_dtype.itemsize
+    return conv + prod(layer.state) * layer.state_dtype.itemsize

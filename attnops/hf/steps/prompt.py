@@ -72,8 +72,8 @@ RECORD_AFTER = 1
 """So with recorded layers, which no compiler holds up."""
 
 AHEAD = 0, 2
-"""Prompts without a graph whose layers are recorded ahead, by their number: recordings for two
-sizes serve all others, and no prompt waits for both."""
+"""Which prompts without a graph, counted from 0, have their layers recorded ahead. Recordings for
+two sizes serve all others, and no prompt waits for both."""
 
 # Tokens of a trial, which compiles layers ahead.
 _TRIAL = 256
@@ -338,8 +338,8 @@ class Prompts:
         return too_early(after)
 
     def _may_begin(self, over: Over) -> bool:
-        """May the layers of a chunk be recorded ahead? But for the first one, not in a call whose
-        steps are recorded."""
+        """May the layers of a chunk be recorded ahead? After the first, not in a call that records
+        its steps."""
         number = self._begun[over.mode]
         return number == 0 or (number <= AHEAD[-1] and not over.steps_first)
 
