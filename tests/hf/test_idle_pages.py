@@ -52,14 +52,14 @@ def test_new_pages_have_room_for_some_tokens(rows, length, tokens, want, monkeyp
 @pytest.mark.parametrize(
     ("rows", "tokens", "want"),
     [
-        (3, 450, (3, 104)),  # 4 rows of 104 + 7 tokens, and 7 of padding, are 451
-        (3, 451, (4, 104)),
-        (1, 269, (1, 104)),
-        (1, 270, (1, 256)),
+        (3, 443, (3, 104)),  # 4 rows of 104 + 7 tokens are 444
+        (3, 444, (4, 104)),
+        (1, 255, (1, 104)),
+        (1, 256, (1, 256)),
     ],
 )
 def test_rows_of_new_pages_keep_states(rows, tokens, want, monkeypatch):
-    """Which take a part of their room, and padding has some, too."""
+    """More rows need more states, and more tokens of a row do not."""
     memory = idle_pages.SMALL * tokens * ROW_BYTES
     assert sizes_of(rows, 100, memory, monkeypatch, (STATES,) * 2) == want
 

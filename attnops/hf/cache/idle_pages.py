@@ -202,10 +202,11 @@ def _rounded(sizes: Sizes) -> Sizes:
     if isfinite(memory):
         token = sum(map(_token_bytes, sizes.layers))
         states = sum(map(_state_bytes, sizes.states))
-        room = int(memory / SMALL) - states  # those of padding
+        room = int(memory / SMALL)
         more = 1 << (rows - 1).bit_length()
         rows = more if more * (length * token + states) <= room else rows
-        tokens = (room // rows - states) // token
+        # More tokens of a row need no more states.
+        tokens = room // (rows * token)
         length = max(length, min(FEW, tokens // STEP * STEP))
     return sizes._replace(rows=rows, length=length)
 
