@@ -74,12 +74,13 @@ class Loop:
         """
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
-        found = drafting(owner, args, kwargs, plan)
+        found, running = drafting(owner, args, kwargs, plan), running_generation()
+        if running is not None:
+            running.rounds = found.why
         if why := why or next(why_not_sampled(owner, args, found.kwargs), ""):
             _note(why)
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
-        running = running_generation()
         if running is not None and found.plan is not None:
             running.drafts = found.plan.form.depths[-1]
 

@@ -53,11 +53,13 @@ _PROPOSED = Form(max_ngram=0)
 class Drafting(NamedTuple):
     """Of a call of `generate()`.
 
-    kwargs: its arguments, without those that the plan stands for. plan: None: nothing is drafted.
+    kwargs: its arguments, without those that the plan stands for. plan: None: nothing is drafted
+    here. why: transformers drafts.
     """
 
     kwargs: dict[str, Any]
     plan: Plan | None
+    why: str = ""
 
     def given(self) -> dict[str, Any]:
         """The arguments for transformers, in which None overrides a field of its config."""
@@ -94,9 +96,11 @@ def against_assistant(owner: Any, assistant: Any) -> str:
     if own is None or own != theirs:
         return f"it has {theirs} words and {type(owner).__name__} has {own}; want as many"
     handle = vars(assistant).get(MARK)
-    paged = None if handle is None else handle._paged
-    if paged is None or paged.states:
-        return "it has no pages of keys; want an assistant that attnops.patch serves with pages"
+    if handle is None:
+        return "it is not patched; want attnops.patch(assistant) before"
+    handle._settle()
+    if handle._paged is None or handle._paged.states:
+        return f"its cache is not of pages alone ({handle._why or 'states'})"
     return ""
 
 
@@ -111,11 +115,13 @@ def drafting(
     if looked_up and assistant is None:
         ngram = _asked(_NGRAM, kwargs, configs) or 2
         return _without(kwargs, Plan(Form(_most(looked_up), ngram)))
-    if assistant is not None and not looked_up and not against_assistant(owner, assistant):
-        asked = getattr(assistant.generation_config, "num_assistant_tokens", None) or 5
-        form = Form(min(_most(asked), _PROPOSED.drafts), 0)
-        return _without(kwargs, Plan(form, assistant=assistant))
-    return Drafting(kwargs, plan if assistant is None else None)
+    if assistant is None or looked_up:
+        return Drafting(kwargs, plan if assistant is None else None)
+    if why := against_assistant(owner, assistant):
+        return Drafting(kwargs, None, f"transformers' own loop drafts: {why}")
+    asked = getattr(assistant.generation_config, "num_assistant_tokens", None) or 5
+    form = Form(min(_most(asked), _PROPOSED.drafts), 0)
+    return _without(kwargs, Plan(form, assistant=assistant))
 
 
 def _without(kwargs: dict[str, Any], plan: Plan) -> Drafting:
