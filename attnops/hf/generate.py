@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,8 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
         generation.custom = kwargs.get("custom_generate") is not None
         result: Any = None
         if paged is not None and paged.decode.mode != "hf":
-            kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs)
+            plan = paged.plan
+            kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs, plan)
         chosen = paged is not None and paged.chosen
         try:
             result = method.original(*args, **kwargs)
@@ -50,7 +52,7 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
         finally:
             if paged is not None:
                 _take_back(paged, generation, result)
-            handle._took = handle._taken(generation)
+            handle._took = replace(handle._taken(generation), rounds=generation.rounds)
 
 
 @contextmanager

@@ -3,6 +3,11 @@ MultiheadAttention, and the paged cache."""
 
 from attnops.cache import PagedBatch as PagedBatch, PagedCache as PagedCache
 from attnops.nn.attention import Attention as Attention
+from attnops.nn.drafts import (
+    Draft as Draft,
+    DraftState as DraftState,
+    Proposal as Proposal,
+)
 from attnops.nn.latent import (
     LatentDims as LatentDims,
     NewTokens as NewTokens,

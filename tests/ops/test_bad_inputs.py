@@ -221,6 +221,8 @@ LEAST = {
     "experts": "E In Inner Out K",
     "linear": "In Out",
     "merge_states": "N",
+    "lookup_drafts": "L",
+    "accept": "N",
     "token_rows": "starts",
     "write_latent": LATENTS_LEAST,
     "mla_attention": f"{LATENTS_LEAST} H",

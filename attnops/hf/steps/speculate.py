@@ -1,0 +1,134 @@
+"""What drafts the tokens of a call of `generate()`: the model's own option, or transformers'
+arguments of the call, which win."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from attnops.adapters.handle import MARK
+from attnops.core.errors import PatchError, fail
+from attnops.core.record import need
+from attnops.hf.cache.page_sizes import DRAFTS
+from attnops.hf.steps.assistant import Assistant
+from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.round_graph import Form
+from attnops.nn import Draft
+
+LOOKUP, ASSISTANT = "prompt_lookup_num_tokens", "assistant_model"
+"""transformers' arguments of `generate()`."""
+
+Speculate = Literal["lookup"] | nn.Module | Draft | None
+"""The option of `patch`."""
+
+_NGRAM = "max_matching_ngram_size"
+
+
+class Plan(NamedTuple):
+    """How the rounds of a call draft.
+
+    form: of their graphs. draft: proposes the tokens. assistant: the model that does. Neither: they
+    are looked up in the text of their row.
+    """
+
+    form: Form
+    draft: Draft | None = None
+    assistant: Any = None
+
+    def drafts(self, asked: Asked) -> Any:
+        """What proposes the tokens of this call, which has read its prompt; None: none does."""
+        if self.assistant is None:
+            return self.draft
+        found = Assistant(self.assistant, self.form.drafts)
+        found.begin(asked, asked.max_length + self.form.depths[-1])
+        return found
+
+
+LOOKS_UP = Plan(Form())
+_PROPOSED = Form(max_ngram=0)
+
+
+class Drafting(NamedTuple):
+    """Of a call of `generate()`.
+
+    kwargs: its arguments, without those that the plan stands for. plan: None: nothing is drafted.
+    """
+
+    kwargs: dict[str, Any]
+    plan: Plan | None
+
+    def given(self) -> dict[str, Any]:
+        """The arguments for transformers, in which None overrides a field of its config."""
+        return {name: value for name, value in self.kwargs.items() if name != LOOKUP} | (
+            {LOOKUP: None} if LOOKUP in self.kwargs else {}
+        )
+
+
+def check(speculate: Any) -> None:
+    """Raise InvalidInput unless it is an option of `patch`."""
+    known = isinstance(speculate, nn.Module) or speculate in (None, "lookup")
+    want = "None, 'lookup', a transformers model that drafts, or an object with propose(state)"
+    need(known or hasattr(speculate, "propose"), "speculate", repr(speculate), want)
+
+
+def plan_of(owner: Any, speculate: Any) -> Plan | None:
+    """The plan of a model with this option. Raises PatchError for an assistant with other words."""
+    if speculate is None:
+        return None
+    if not isinstance(speculate, nn.Module) and speculate == "lookup":
+        return LOOKS_UP
+    if hasattr(speculate, "propose"):
+        return Plan(_PROPOSED, speculate)
+    if why := against_assistant(owner, speculate):
+        fail(PatchError, f"patch: got speculate={type(speculate).__name__}; {why}")
+    return Plan(_PROPOSED, assistant=speculate)
+
+
+def against_assistant(owner: Any, assistant: Any) -> str:
+    """Why a model cannot draft for another; "" where it can."""
+    own, theirs = (
+        getattr(getattr(each, "config", None), "vocab_size", None) for each in (owner, assistant)
+    )
+    if own is None or own != theirs:
+        return f"it has {theirs} words and {type(owner).__name__} has {own}; want as many"
+    handle = vars(assistant).get(MARK)
+    paged = None if handle is None else handle._paged
+    if paged is None or paged.states:
+        return "it has no pages of keys; want an assistant that attnops.patch serves with pages"
+    return ""
+
+
+def drafting(
+    owner: Any, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan | None
+) -> Drafting:
+    """What drafts for a call. plan: of the model's option."""
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    configs = config, getattr(owner, "generation_config", None)
+    looked_up = _asked(LOOKUP, kwargs, configs)
+    assistant = kwargs.get(ASSISTANT)
+    if looked_up and assistant is None:
+        ngram = _asked(_NGRAM, kwargs, configs) or 2
+        return _without(kwargs, Plan(Form(_most(looked_up), ngram)))
+    if assistant is not None and not looked_up and not against_assistant(owner, assistant):
+        asked = getattr(assistant.generation_config, "num_assistant_tokens", None) or 5
+        form = Form(min(_most(asked), _PROPOSED.drafts), 0)
+        return _without(kwargs, Plan(form, assistant=assistant))
+    return Drafting(kwargs, plan if assistant is None else None)
+
+
+def _without(kwargs: dict[str, Any], plan: Plan) -> Drafting:
+    return Drafting({**kwargs, LOOKUP: False, ASSISTANT: None}, plan)
+
+
+def _most(tokens: int) -> int:
+    """Tokens that can be taken back from a window."""
+    return max(1, min(int(tokens), DRAFTS - 1))
+
+
+def _asked(name: str, kwargs: Mapping[str, Any], configs: Sequence[Any]) -> Any:
+    """An argument of `generate()`, or the field of the first config that has it."""
+    fields = (getattr(config, name, None) for config in configs)
+    found = (value for value in (kwargs.get(name), *fields) if value is not None)
+    return next(found, None)
