@@ -67,12 +67,7 @@ own(
 )
 COPIED, INDEX = (*STORED, torch.float64, torch.uint8), (torch.int32,)
 for _op, _about, _dtypes, _needs in (
-    (
-        "copy_kv",
-        "one launch up to 256 slots a group, then two through scratch",
-        COPIED,
-        (),
-    ),
+    ("copy_kv", "one launch; above 256 slots a group two, through scratch", COPIED, ()),
     ("kv_indices", "one launch", INDEX, ()),
     ("named_pages", "one launch", INDEX, ()),
     ("decode_rows", "one launch, without a schedule", INDEX, (one_of("q_heads", 0),)),
