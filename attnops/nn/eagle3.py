@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import need
 from attnops.nn import arguments as check
 from attnops.nn.heads import (
-    Config,
-    Tensors,
     assign,
     config_of,
     embedded,
@@ -29,7 +28,7 @@ YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"
 """Words of a config for YaRN that RotaryEmbedding has, too."""
 
 
-def rope_of_config(config: Config, head_dim: int) -> RotaryEmbedding:
+def rope_of_config(config: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
     """The rotation that a config.json names, in `rope_parameters` or the older `rope_scaling`.
     Raises InvalidInput for a kind that RotaryEmbedding does not have."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -68,7 +67,7 @@ class _Layer(nn.Module):
     """A decoder layer of Llama whose attention reads embedding and hidden state beside each
     other."""
 
-    def __init__(self, config: Config, hidden_size: int, made: dict[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, made: dict[str, Any]) -> None:
         super().__init__()
         heads = check.size("config.num_attention_heads", config.get("num_attention_heads"))
         head_dim = config.get("head_dim") or hidden_size // heads
@@ -128,7 +127,7 @@ class Eagle3Head(nn.Module):
 
     def __init__(
         self,
-        config: Config,
+        config: Mapping[str, Any],
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -175,17 +174,24 @@ class Eagle3Head(nn.Module):
 
     @classmethod
     def from_state_dict(
-        cls, config: Config, tensors: Tensors, target: nn.Embedding | None = None
+        cls,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        target: nn.Embedding | None = None,
     ) -> Eagle3Head:
         """The head of a public checkpoint.
 
-        tensors: by name, as EAGLE, SpecForge and speculators write them: the layer is `midlayer` or
-        `layers.0`; `embed_tokens`, `t2d` and, where the vocabularies are the same, `d2t` may be
-        absent. target: the target's embeddings, `model.get_input_embeddings()`. They serve a
-        checkpoint without its own, and the head gets their device and dtype.
+        Args:
+            config: as for the class.
+            tensors: by name, as EAGLE, SpecForge and speculators write them: the layer is
+                `midlayer` or `layers.0`; `embed_tokens`, `t2d` and, where the vocabularies are the
+                same, `d2t` may be absent.
+            target: the target's embeddings, `model.get_input_embeddings()`. They serve a checkpoint
+                without its own, and the head gets their device and dtype.
 
-        Raises InvalidInput: a tensor is missing, has no place here or another shape, or the target
-        has another vocabulary or hidden size.
+        Raises:
+            InvalidInput: a tensor is missing, has no place here or another shape, or the target has
+                another vocabulary or hidden size.
         """
         head = cls(config, device="meta")
         fits(target, head.vocab_size, head.target_hidden_size)

@@ -16,9 +16,6 @@ from attnops.core.needs import require
 from attnops.core.record import need
 from attnops.nn import arguments as check
 
-Config = Mapping[str, Any]
-Tensors = Mapping[str, Tensor]
-
 
 def embedded(embed_tokens: nn.Embedding | None, tokens: Tensor, hidden_size: int) -> Tensor:
     """`[..., hidden_size]`: the embeddings of ids `[...]`, or `tokens` if they are embeddings."""
@@ -59,7 +56,7 @@ def fits(target: nn.Embedding | None, vocab_size: int, hidden_size: int) -> None
     )
 
 
-def assign(module: nn.Module, tensors: Tensors, what: str) -> None:
+def assign(module: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
     """Make `tensors` the parameters and buffers of the module, by name and without a copy.
 
     what: a name for all of them, for the errors. Raises InvalidInput: one is missing, belongs to

@@ -3,6 +3,7 @@ https://arxiv.org/abs/2412.19437, section 2.2."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ from torch import Tensor, nn
 
 from attnops.nn import arguments as check
 from attnops.nn.heads import (
-    Config,
-    Tensors,
     assign,
     config_of,
     embedded,
@@ -49,7 +48,7 @@ class MTPLayer(nn.Module):
 
     def __init__(
         self,
-        config: Config,
+        config: Mapping[str, Any],
         layer: nn.Module,
         *,
         device: torch.device | str | None = None,
@@ -87,8 +86,8 @@ class MTPLayer(nn.Module):
     @classmethod
     def from_state_dict(
         cls,
-        config: Config,
-        tensors: Tensors,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
         layer: nn.Module,
         target: nn.Embedding | None = None,
         head: nn.Linear | None = None,
@@ -96,15 +95,20 @@ class MTPLayer(nn.Module):
     ) -> MTPLayer:
         """The layer of a public checkpoint.
 
-        tensors: by name; those named `model.layers.N.`, N = `num_hidden_layers` + index, are taken
-            and become the parameters as they are. Experts may be apart (`mlp.experts.0.gate_proj`)
-            where the layer has them in one tensor (`mlp.experts.gate_up_proj`).
-        layer: as for the class; on the meta device it takes no memory of its own before.
-        target, head: the target's embeddings and its last linear, for a checkpoint that does not
-            repeat them.
+        Args:
+            config: as for the class.
+            tensors: by name; those named `model.layers.N.`, N = `num_hidden_layers` + index, are
+                taken and become the parameters as they are. Experts may be apart
+                (`mlp.experts.0.gate_proj`) where the layer has them in one tensor
+                (`mlp.experts.gate_up_proj`).
+            layer: as for the class. On the meta device it takes no memory before it is loaded.
+            target: the target's embeddings, for a checkpoint that does not repeat them.
+            head: the target's last linear, likewise.
+            index: which of the further layers, from 0.
 
-        Raises InvalidInput: a tensor is missing, has no place here or another shape, or the target
-        has another vocabulary or hidden size.
+        Raises:
+            InvalidInput: a tensor is missing, has no place here or another shape, or the target has
+                another vocabulary or hidden size.
         """
         made = cls(config, layer, device="meta")
         fits(target, made.vocab_size, made.hidden_size)
@@ -157,12 +161,12 @@ class MTPLayer(nn.Module):
         return self.shared_head["head"](hidden), hidden
 
 
-def _prefix(config: Config, index: int) -> str:
+def _prefix(config: Mapping[str, Any], index: int) -> str:
     layers = check.size("config.num_hidden_layers", config.get("num_hidden_layers"))
     return f"model.layers.{layers + index}."
 
 
-def _joined(given: dict[str, Tensor], wanted: Tensors) -> dict[str, Tensor]:
+def _joined(given: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`given`, with experts that are apart joined where one tensor for all of them is wanted:
     `[experts, 2 * inner, E]` with gate before up, and `[experts, E, inner]`."""
     for name, old in wanted.items():
