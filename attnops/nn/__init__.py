@@ -8,6 +8,7 @@ from attnops.nn.drafts import (
     DraftState as DraftState,
     Proposal as Proposal,
 )
+from attnops.nn.eagle3 import Eagle3Head as Eagle3Head
 from attnops.nn.latent import (
     LatentDims as LatentDims,
     NewTokens as NewTokens,
@@ -18,6 +19,7 @@ from attnops.nn.latent import (
     attend_latents as attend_latents,
 )
 from attnops.nn.latent_attention import LatentAttention as LatentAttention
+from attnops.nn.mtp import MTPLayer as MTPLayer
 from attnops.nn.multihead import MultiheadAttention as MultiheadAttention
 from attnops.nn.packed import Packed as Packed, pack_linears as pack_linears
 from attnops.nn.rotary import RotaryEmbedding as RotaryEmbedding

@@ -18,14 +18,16 @@ from attnops.nn import arguments as check
 class DraftState:
     """What a draft is shown at the start of a round, for B rows.
 
-    tokens: int64 `[B, L]`; the text of row b, prompt included, is `tokens[b, :seq_lens[b]]`. What
-        is behind it has no meaning.
-    seq_lens: int32 `[B]`.
-    hidden: `[B, N, H]`, hidden states of the target that no proposal has seen yet, for drafts that
-        read them; else None. `hidden[b, i]` belongs to the token at position
-        `seq_lens[b] - 1 - fresh[b] + i`. The last token has none: the target has not read it yet.
-    fresh: int32 `[B]`, how many of the N are row b's; what is behind them has no meaning. None
-        where hidden is.
+    Attributes:
+        tokens: int64 `[B, L]`; the text of row b, prompt included, is `tokens[b, :seq_lens[b]]`.
+            What is behind it has no meaning.
+        seq_lens: int32 `[B]`.
+        hidden: `[B, N, H]`, hidden states of the target that no proposal has seen yet, for drafts
+            that read them; else None. `hidden[b, i]` belongs to the token at position
+            `seq_lens[b] - 1 - fresh[b] + i`. The last token has none: the target has not read it
+            yet.
+        fresh: int32 `[B]`, how many of the N are row b's; what is behind them has no meaning. None
+            where hidden is.
     """
 
     tokens: Tensor
@@ -45,11 +47,12 @@ register_dataclass(DraftState)
 class Proposal(NamedTuple):
     """K tokens for each of B rows: a chain, or a tree.
 
-    tokens: int64 `[B, K]`. An id of -1 is no proposal and is never accepted.
-    parents: int32 `[B, K]`, the token that each one follows: an index below its own, or -1, the
-        row's last token. None: a chain, in which each token follows the one before it.
-    probabilities: float32 `[B, K, V]`, the distribution that each token was drawn from, V the
-        target's vocabulary. None: the tokens were not drawn, as with greedy drafts.
+    Args:
+        tokens: int64 `[B, K]`. An id of -1 is no proposal and is never accepted.
+        parents: int32 `[B, K]`, the token that each one follows: an index below its own, or -1, the
+            row's last token. None: a chain, in which each token follows the one before it.
+        probabilities: float32 `[B, K, V]`, the distribution that each token was drawn from, V the
+            target's vocabulary. None: the tokens were not drawn, as with greedy drafts.
     """
 
     tokens: Tensor
