@@ -223,6 +223,7 @@ LEAST = {
     "merge_states": "N",
     "lookup_drafts": "L",
     "accept": "N",
+    "accept_sampled": "N V",
     "token_rows": "starts",
     "write_latent": LATENTS_LEAST,
     "mla_attention": f"{LATENTS_LEAST} H",

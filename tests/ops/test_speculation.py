@@ -87,3 +87,117 @@ def test_the_way_goes_where_the_target_model_goes(seed):
     assert path.tolist() == padded(want, nodes)
     assert accepted.tolist() == [len(way) - 1 for way in want]
     assert following.tolist() == [row[way[-1]] for row, way in zip(target, want, strict=True)]
+
+
+def tried(tokens, target, draft, noise, parents):
+    """(the accepted nodes, the next token) of rejection sampling."""
+    path, p = [0], target[0]
+    for child, x in enumerate(tokens):
+        if child == 0 or parents[child] != path[-1] or not 0 <= x < len(p):
+            continue
+        if noise[child] * draft[child][x] < p[x]:
+            path.append(child)
+            p = target[child]
+            continue
+        left = [max(a - b, 0.0) for a, b in zip(p, draft[child], strict=True)]
+        p = [a / sum(left) for a in left] if sum(left) else target[path[-1]]
+    likely = [x for x, chance in enumerate(p) if chance > 0] or [0]
+    reached = [x for x in likely if sum(p[: x + 1]) > noise[-1]]
+    return path, (reached or likely[-1:])[0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_children_are_tried_in_order(seed):
+    draw = random.Random(seed)
+    rows, nodes, words = draw.randint(1, 5), draw.randint(1, 12), draw.randint(1, 4)
+    torch.manual_seed(seed)
+    share = draw.choice((0.3, 1.0))
+    target, draft = (
+        torch.randn(rows, nodes, words).softmax(2) * (torch.rand(rows, nodes, words) < share)
+        for _ in "ab"
+    )
+    tokens = torch.randint(-1, words + 1, (rows, nodes))
+    noise = torch.rand(rows, nodes + 1)
+    parents = [tree(draw, nodes) for _ in range(rows)]
+    given = tokens, target, draft, noise
+    path, accepted, following = ops.accept_sampled(*given, torch.tensor(parents, dtype=I32))
+    want = [tried(*row) for row in zip(*(x.tolist() for x in given), parents, strict=True)]
+    assert path.tolist() == padded([way for way, _ in want], nodes)
+    assert accepted.tolist() == [len(way) - 1 for way, _ in want]
+    assert following.tolist() == [token for _, token in want]
+
+
+WORDS = 5
+ROWS = 100_000
+SHAPES = {
+    "one_child": [(0,), (1,)],
+    "with_replacement": [(0, 0, 0), (1, 2, 3, 3)],
+    "without_replacement": [(0, 0, 0), (1, 1, 2, 3)],
+    "not_drawn": [(0, 0), (1, 1, 2)],
+}
+"""The parents of the nodes of two levels, by how siblings are drawn."""
+
+
+def drawn_tree(kind, table):
+    """(tokens, draft_probs, parents) of trees drawn from a table `[WORDS, WORDS]` of what follows
+    each word, from the word 0 on."""
+    tokens, probs = [torch.zeros(ROWS, dtype=I64)], [torch.zeros(ROWS, WORDS)]
+    parents = [-1, *(p for level in SHAPES[kind] for p in level)]
+    for node in range(1, len(parents)):
+        parent = parents[node]
+        q = table[tokens[parent]]
+        before = [tokens[n] for n in range(1, node) if parents[n] == parent]
+        if kind in ("without_replacement", "not_drawn"):
+            for token in before:
+                q = q.scatter(1, token[:, None], 0.0)
+            q = q / q.sum(1, keepdim=True)
+        token = q.argmax(1) if kind == "not_drawn" else torch.multinomial(q, 1)[:, 0]
+        probs.append(
+            torch.nn.functional.one_hot(token, WORDS).float() if kind == "not_drawn" else q
+        )
+        tokens.append(token)
+    return torch.stack(tokens, 1), torch.stack(probs, 1), parents
+
+
+def chance(counts, probs):
+    """How likely counts as far off as these are, by Pearson's chi-square test."""
+    want = probs * counts.sum()
+    statistic = ((counts - want) ** 2 / want).sum()
+    freedom = torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+@pytest.mark.parametrize("op", ["accept", "accept_sampled"])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_round_of_sampling_has_the_distribution_of_plain_sampling(kind, op):
+    """Two words after the root, beside the exact probabilities, and those of another
+    temperature."""
+    torch.manual_seed(5)
+    logits, others = torch.randn(2, WORDS, WORDS) * 1.5
+    table = logits.softmax(1)
+    tokens, draft_probs, parents = drawn_tree(kind, others.softmax(1))
+    before = torch.tensor(parents, dtype=I32).expand(ROWS, -1)
+    target_probs = table[tokens]
+    if op == "accept":
+        target = torch.multinomial(target_probs.flatten(0, 1), 1).view(tokens.shape)
+        path, accepted, following = ops.accept(tokens, target, before)
+    else:
+        noise = torch.rand(ROWS, len(parents) + 1)
+        path, accepted, following = ops.accept_sampled(
+            tokens, target_probs, draft_probs, noise, before
+        )
+    assert 0.1 < accepted.float().mean() < 1.9
+    at = path.long().clamp(min=0)
+    words = torch.cat([tokens.gather(1, at)[:, 1:3], following[:, None]], 1)
+    words.scatter_(1, accepted[:, None].long(), following[:, None])
+    first = words[:, 0]
+    later = torch.multinomial(table[first], 1)[:, 0]
+    second = torch.where(accepted > 0, words[:, 1], later)
+    counts = (first * WORDS + second).bincount(minlength=WORDS * WORDS).double()
+
+    def exact(temperature):
+        p = (logits.double() / temperature).softmax(1)
+        return (p[0][:, None] * p).flatten()
+
+    assert chance(counts, exact(1.0)) > 1e-3
+    assert chance(counts, exact(1.05)) < 1e-6

@@ -32,7 +32,7 @@ ATTENTION = (
     "merge_states",
 )
 GRADIENTS = ("attention_backward", "varlen_attention_backward")
-ROUND = ("lookup_drafts", "accept")
+ROUND = ("lookup_drafts", "accept", "accept_sampled")
 DATA = (
     "write_kv",
     "write_latent",

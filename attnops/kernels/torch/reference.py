@@ -109,6 +109,7 @@ CALLED: tuple[Row, ...] = (
     ("vertical_slash_attention", vertical_slash.vertical_slash_attention, FLOATS, None, "lse"),
     ("lookup_drafts", speculation.lookup_drafts, IDS, None, ""),
     ("accept", speculation.accept, IDS, None, ""),
+    ("accept_sampled", speculation.accept_sampled, IDS, None, ""),
 )
 # Pointwise on small tensors: the compiler fuses these better than any call could.
 INLINE: tuple[Row, ...] = (

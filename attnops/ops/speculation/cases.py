@@ -58,7 +58,8 @@ def _nodes(scene: Scene, rows: int, nodes: int, tree: str, words: int = 2) -> Gi
 
 
 def _parents(scene: Scene, rows: int, nodes: int, kind: str) -> Tensor | None:
-    """kind: "none", a "chain", a "tree", or "broken": any numbers, of later nodes, too."""
+    """kind: "none", a "chain", a "tree", a "wide" one of many siblings, or "broken": any numbers,
+    of later nodes, too."""
     node = torch.arange(nodes, device=scene.source.device)
     before = (node - 1).expand(rows, nodes).to(I32)
     if kind == "none":
@@ -68,10 +69,38 @@ def _parents(scene: Scene, rows: int, nodes: int, kind: str) -> Tensor | None:
     share = torch.rand(rows, nodes, generator=scene.source.generator).to(node.device)
     if kind == "broken":
         return (share * (nodes + 6) - 3).floor().to(I32)
+    if kind == "wide":
+        share = share**4
     return (share * node).to(I32) - (node == 0).to(I32)
+
+
+SAMPLED: Rows = {
+    **{name: (*row, {"words": 4}) for name, row in NODES.items() if name != "wide"},
+    "siblings": (6, 24, "wide", {"words": 5}),
+    "no_probabilities": (7, 16, "wide", {"words": 4, "blank": True}),
+    "large_vocabulary": (3, 6, "wide", {"words": 5000}),
+}
+
+
+def _sampled(
+    scene: Scene, rows: int, nodes: int, tree: str, words: int, blank: bool = False
+) -> Given:
+    """blank: some distributions are 0 at most tokens, or at all."""
+    probs = scene.source.normal(2, rows, nodes, words, spread=2.0).softmax(-1)
+    if blank:
+        probs = probs * scene.source.chance(2, rows, nodes, words, p=0.3)
+    noise = torch.rand(rows, nodes + 1, generator=scene.source.generator)
+    return {
+        "tokens": _words(scene, words + 1, rows, nodes, least=-1),
+        "target_probs": probs[0],
+        "draft_probs": probs[1],
+        "noise": noise.to(scene.source.device),
+        "parents": _parents(scene, rows, nodes, tree),
+    }
 
 
 CASES = {
     "lookup_drafts": Grid("lengths width max_ngram num_drafts words", TEXTS, _text),
     "accept": Grid("rows nodes tree words", NODES, _nodes),
+    "accept_sampled": Grid("rows nodes tree words blank", SAMPLED, _sampled),
 }
