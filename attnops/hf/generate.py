@@ -38,8 +38,7 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
         generation.custom = kwargs.get("custom_generate") is not None
         result: Any = None
         if paged is not None and paged.decode.mode != "hf":
-            plan = paged.plan
-            kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs, plan)
+            kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs)
         chosen = paged is not None and paged.chosen
         try:
             result = method.original(*args, **kwargs)

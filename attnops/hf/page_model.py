@@ -67,7 +67,6 @@ from attnops.hf.steps.reasons import (
     why_unpaged,
     why_unpaged_unasked,
 )
-from attnops.hf.steps.speculate import plan_of
 from attnops.nn.absorb import HELD, expire
 from attnops.nn.packed import Packed, pack_linears
 from attnops.ops.pages.plan import latent_layers
@@ -134,7 +133,7 @@ class PagedMode:
             self.decode = checked(decode, owner, device, self.states, self.latents)
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
-        self.loop, self.plan = Loop(), plan_of(owner, decode.speculate)
+        self.loop = Loop(decode.speculate)
         self.early = EarlyPrompts()
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []

@@ -483,7 +483,6 @@ def patch(
     implementation(asked)
     how = decode if isinstance(decode, Decode) else Decode(decode)
     if speculate is not None:
-        check(speculate)
         how = replace(how, speculate=speculate)
     paged = _forced(asked, how)
     need(
@@ -501,6 +500,7 @@ def patch(
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
+    check(how.speculate, owner)
     with PATCHING:
         return _patched(model, owner, asked, how)
 

@@ -162,9 +162,7 @@ def test_a_cache_that_the_caller_keeps():
     """It counts the tokens that were kept alone, and the next turn goes on with it."""
     model, draft = tiny.model("llama"), Oracle()
     ours = copy.deepcopy(model)
-    handle = attnops.patch(
-        ours, cache="paged", decode=auto(compile_after=None), speculate=draft
-    )
+    handle = attnops.patch(ours, cache="paged", decode=auto(compile_after=None), speculate=draft)
     given = {**asked(1), "max_new_tokens": 12, "return_dict_in_generate": True}
     want = model.generate(**given)
     draft.texts = torch.cat([want.sequences, want.sequences], 1)

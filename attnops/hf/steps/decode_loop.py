@@ -27,7 +27,7 @@ from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain,
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds, why_no_rounds
 from attnops.hf.steps.sampler_graph import Choice, Tail
-from attnops.hf.steps.speculate import Plan, drafting
+from attnops.hf.steps.speculate import Plan, drafting, plan_of
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
 # once. More, up to _MOST_SMALL, are kept while all of them hold no more than so many bytes.
@@ -37,9 +37,10 @@ _MOST_SMALL = 64
 
 
 class Loop:
-    """The loop of one model."""
+    """The loop of one model. speculate: what drafts, where a call does not say, see `patch`."""
 
-    def __init__(self) -> None:
+    def __init__(self, speculate: Any = None) -> None:
+        self._drafts = plan_of(speculate)
         self._idle: list[Tail | Round] = []  # the last used one last
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
@@ -65,16 +66,14 @@ class Loop:
         owner: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        plan: Plan | None = None,
     ) -> dict[str, Any]:
         """The arguments with which `generate()` of the model runs in this loop, where it may.
 
-        decoder: returns the graphs of the model's steps. plan: what drafts, where the call does not
-        say.
+        decoder: returns the graphs of the model's steps.
         """
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
-        found, running = drafting(owner, args, kwargs, plan), running_generation()
+        found, running = drafting(owner, args, kwargs, self._drafts), running_generation()
         if running is not None:
             running.rounds = found.why
         if why := why or next(why_not_sampled(owner, args, found.kwargs), ""):

@@ -68,33 +68,42 @@ class Drafting(NamedTuple):
         )
 
 
-def check(speculate: Any) -> None:
-    """Raise InvalidInput unless it is an option of `patch`."""
+def check(speculate: Any, owner: Any) -> None:
+    """Raise InvalidInput unless it is an option of `patch`, PatchError for an assistant with other
+    words than the model has."""
     known = isinstance(speculate, nn.Module) or speculate in (None, "lookup")
     want = "None, 'lookup', a transformers model that drafts, or an object with propose(state)"
     need(known or hasattr(speculate, "propose"), "speculate", repr(speculate), want)
+    assists = isinstance(speculate, nn.Module) and not hasattr(speculate, "propose")
+    if assists and (why := _other_words(owner, speculate)):
+        fail(PatchError, f"patch: got speculate={type(speculate).__name__}; {why}")
 
 
-def plan_of(owner: Any, speculate: Any) -> Plan | None:
-    """The plan of a model with this option. Raises PatchError for an assistant with other words."""
+def plan_of(speculate: Any) -> Plan | None:
+    """The plan of a model with this option."""
     if speculate is None:
         return None
     if not isinstance(speculate, nn.Module) and speculate == "lookup":
         return LOOKS_UP
     if hasattr(speculate, "propose"):
         return Plan(_PROPOSED, speculate)
-    if why := against_assistant(owner, speculate):
-        fail(PatchError, f"patch: got speculate={type(speculate).__name__}; {why}")
     return Plan(_PROPOSED, assistant=speculate)
 
 
-def against_assistant(owner: Any, assistant: Any) -> str:
-    """Why a model cannot draft for another; "" where it can."""
+def _other_words(owner: Any, assistant: Any) -> str:
+    """Why the words of an assistant are not those of a model; "" where they are."""
     own, theirs = (
         getattr(getattr(each, "config", None), "vocab_size", None) for each in (owner, assistant)
     )
     if own is None or own != theirs:
         return f"it has {theirs} words and {type(owner).__name__} has {own}; want as many"
+    return ""
+
+
+def against_assistant(owner: Any, assistant: Any) -> str:
+    """Why a model cannot draft for another; "" where it can."""
+    if why := _other_words(owner, assistant):
+        return why
     handle = vars(assistant).get(MARK)
     if handle is None:
         return "it is not patched; want attnops.patch(assistant) before"
@@ -115,8 +124,14 @@ def drafting(
     if looked_up and assistant is None:
         ngram = _asked(_NGRAM, kwargs, configs) or 2
         return _without(kwargs, Plan(Form(_most(looked_up), ngram)))
-    if assistant is None or looked_up:
-        return Drafting(kwargs, plan if assistant is None else None)
+    if assistant is None and not looked_up:
+        own = None if plan is None else plan.assistant
+        why = against_assistant(owner, own) if own is not None else ""
+        return (
+            Drafting(kwargs, None, f"nothing was drafted: {why}") if why else Drafting(kwargs, plan)
+        )
+    if looked_up:
+        return Drafting(kwargs, None)
     if why := against_assistant(owner, assistant):
         return Drafting(kwargs, None, f"transformers' own loop drafts: {why}")
     asked = getattr(assistant.generation_config, "num_assistant_tokens", None) or 5
