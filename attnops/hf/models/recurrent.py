@@ -175,7 +175,7 @@ def _replacements(cls: Any, view: Any = None) -> dict[str, Function]:
     code: Any = inspect.unwrap(cls.forward)
     own = {name: code.__globals__[name] for name in _called(code)}
     return {
-        name: run if view is None and _of_package(run) else OURS[name](run, view)
+        name: run if view is None and of_package(run) else OURS[name](run, view)
         for name, run in own.items()
     }
 
@@ -185,8 +185,10 @@ def _called(code: Any) -> tuple[str, ...]:
     return (*_family(code).ours, *convolutions.OURS)
 
 
-def _of_package(own: Function) -> bool:
-    """Does another package serve a function of transformers'?"""
+def of_package(own: Any) -> bool:
+    """Is it a function of transformers' that another package serves?"""
+    if not isinstance(own, FunctionType):
+        return False
     plain = inspect.unwrap(own)
     return inspect.getclosurevars(own).nonlocals.get("implementation", plain) is not plain
 

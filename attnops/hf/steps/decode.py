@@ -147,10 +147,8 @@ class Decoder:
         due = reached and not deterministic(active_policy())
         compiled = (self._at_once or due) and not queries
         modes = ("piecewise", "breakable") if compiled else ("breakable",)
-        lasting = self.failures.lasting
-        return next(
-            (mode for mode in modes if self._kind(rows, mode, queries) not in lasting), "hf"
-        )
+        failed = self.failures.lasting
+        return next((m for m in modes if self._kind(rows, m, queries) not in failed), "hf")
 
     def _kind(self, rows: int, mode: str = "breakable", queries: int = 0) -> Failed:
         return Failed(self._state, of_steps(kind_of(rows), queries), mode)

@@ -121,17 +121,15 @@ def drafting(
     configs = config, getattr(owner, "generation_config", None)
     looked_up = _asked(LOOKUP, kwargs, configs)
     assistant = kwargs.get(ASSISTANT)
-    if looked_up and assistant is None:
+    if looked_up and assistant is not None:
+        return Drafting(kwargs, None)  # transformers refuses both
+    if looked_up:
         ngram = _asked(_NGRAM, kwargs, configs) or 2
         return _without(kwargs, Plan(Form(_most(looked_up), ngram)))
-    if assistant is None and not looked_up:
+    if assistant is None:
         own = None if plan is None else plan.assistant
         why = against_assistant(owner, own) if own is not None else ""
-        return (
-            Drafting(kwargs, None, f"nothing was drafted: {why}") if why else Drafting(kwargs, plan)
-        )
-    if looked_up:
-        return Drafting(kwargs, None)
+        return Drafting(kwargs, None if why else plan, why and f"nothing was drafted: {why}")
     if why := against_assistant(owner, assistant):
         return Drafting(kwargs, None, f"transformers' own loop drafts: {why}")
     asked = getattr(assistant.generation_config, "num_assistant_tokens", None) or 5

@@ -12,11 +12,18 @@ from attnops.core.op import Op, define
 from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, Result, arg, record
 from attnops.ops import rules, typical
 from attnops.ops.recurrent import reference, scan_gradient_reference
+from attnops.ops.recurrent.counted import of_states
 from attnops.ops.recurrent.gradient import differentiable
 from attnops.ops.recurrent.record import LEAST, MEASURES, heads_divide
 
 
-@record("mamba2_scan", least=LEAST, rules=heads_divide, problem=MEASURES)
+@record(
+    "mamba2_scan",
+    least=LEAST,
+    rules=heads_divide,
+    problem=MEASURES,
+    counted=of_states(flops=4.0),
+)
 class Mamba2Scan(rules.Queries):
     """The tokens of packed requests, and the states that they read and write."""
 
