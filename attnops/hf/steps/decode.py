@@ -480,7 +480,8 @@ class Decoder:
                 regions = self.regions = self.regions or Regions(self.how.inner, passes)
             elif self.how.mode == "auto" and not deterministic(active_policy()):
                 regions = self._kinds(pages)
-            own = self._model, self._forward, cache, self.how, passes
-            graphed = graphed_steps(*own, regions, queries)
+            graphed = graphed_steps(
+                self._model, self._forward, cache, self.how, passes, regions, queries
+            )
             over = made[key] = over_steps(cache, graphed, mode, queries)
         return over
