@@ -3,6 +3,7 @@ their keys and values, become one `rotate_and_write_kv`."""
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..core.errors import AttnopsError, one_line
@@ -98,8 +99,8 @@ def _fuse(node: fx.Node, write: Any, reader: fx.Node) -> Rotated:
     new = NewNodes(node)
     fused = before.arguments(new)
     for name in ("query", "key"):
-        shape = tuple(fake_of(fused[name]).shape)
-        fused[f"turned_{name}"] = new.add("new_empty", fused[name], shape)
+        whole = {"memory_format": torch.contiguous_format}
+        fused[f"turned_{name}"] = new.add(torch.empty_like, fused[name], **whole)
     names = ("value", "k_pages", "v_pages", "slots", "policy")
     fused |= {name: getattr(write, name) for name in names}
     if why := _unserved(fused):
