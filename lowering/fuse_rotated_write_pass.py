@@ -108,8 +108,8 @@ def _fuse(node: fx.Node, write: Any, reader: fx.Node) -> Rotated:
         return Rotated(node.name, refusal=why)
     args, kwargs = split(OPS[FUSED].call(**fused))
     new.add(OPS[FUSED].packet.default, *args, **kwargs)
-    names = ("query", "key") if _op(reader) == PACKED else ("query",)
-    turned_to = {name: fused[f"turned_{name}"] for name in names}
+    taken = ["query", "key"] if _op(reader) == PACKED else ["query"]
+    turned_to = {name: fused[f"turned_{name}"] for name in taken}
     reader.args, reader.kwargs = split(changed(attention, **turned_to))
     node.graph.erase_node(node)
     before.erase()
