@@ -23,7 +23,7 @@ def linears_full(root: Path = ROOT) -> str:
     parts = []
     for path in sorted((root / "attnops" / "tables").glob("*.json")):
         found = from_json(path.read_text())
-        if grids := [grid for grid in found.grids if grid.kind.in_features]:
+        if grids := [grid for grid in found.grids if grid.kind.out_features]:
             said = (
                 f"**{found.gpu}**, `triton` / `aten` in us, and the share of the bandwidth of "
                 "the faster"

@@ -158,7 +158,7 @@ def test_the_bytes_of_a_step():
     def kept(model):
         """Bytes of a token in the cache."""
         c = model.config
-        return c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * 4
+        return c.num_hidden_layers * work.kv_width(c) * 4
 
     plain, tied, mixture = (
         decode.models.build(TOY, name) for name in ("llama", "gemma2", "mixtral")
@@ -176,7 +176,27 @@ def test_the_bytes_of_a_step():
         * tied.config.layer_types.count("full_attention")
         // tied.config.num_hidden_layers
     )
-    assert work.bytes_of(mixture, Point(1, 20)) == 0, "a token reads some experts alone"
+    of_experts = sum(p.nbytes for p in mixture.parameters() if p.dim() == 3)
+    rest = sum(p.nbytes for p in mixture.parameters()) - of_experts
+    rest += 20 * kept(mixture) - mixture.get_input_embeddings().weight.nbytes
+    assert work.bytes_of(mixture, Point(1, 20)) == rest + of_experts / 2, "two of four experts"
+    two = work.bytes_of(mixture, Point(2, 20)) - 20 * kept(mixture)
+    assert two == rest + of_experts * 3 / 4, "a second token chooses one that is new, of its two"
+
+
+def test_the_bytes_of_a_step_with_states():
+    """States are read and written."""
+    model = decode.models.build(TOY, "qwen3_next")
+    c = model.config
+    one, longer, two = (work.bytes_of(model, Point(*at)) for at in ((1, 20), (1, 28), (2, 20)))
+    token = work.kv_width(c) * 4
+    assert longer - one == 8 * token, "one layer of attention"
+    state = c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+    keys = 2 * c.linear_num_key_heads * c.linear_key_head_dim
+    channels = keys + c.linear_num_value_heads * c.linear_value_head_dim
+    states = 3 * 4 * (state + channels * c.linear_conv_kernel_dim)
+    of_experts = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
+    assert two - one == 20 * token + 2 * states + of_experts / 4
 
 
 def test_the_ways_asked_for_are_measured_under_their_policies(monkeypatch):

@@ -47,7 +47,7 @@ def fails(call):
     raise RuntimeError("no such luck")
 
 
-@pytest.mark.parametrize("suite", ["kernels", "data", "experts", "training"])
+@pytest.mark.parametrize("suite", ["kernels", "data", "experts", "training", "hybrid"])
 def test_points_have_names_of_their_own(suite):
     """Cases are told apart by them."""
     names = [point.name for _, point in op_suite.listed(suite)]

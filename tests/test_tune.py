@@ -160,12 +160,12 @@ def test_plans():
     assert {p.kind.op for p in sweeps_of("full", ("mla_attention",))} == {"mla_attention"}
     assert len({p.kind for p in full}) == len(full), "every shape once"
     assert min(p.allowed for p in full) > 5
-    assert count(full) < 4100, "about 30 ms for every point of them"
+    assert count(full) < 4150, "about 30 ms for every point of them"
     window = next(p for p in full if p.kind.page_size and p.kind.rules.window[0] >= 0)
     assert not window.allows(Sizes(64.0, 2048.0, 4096.0)), (
         "what a window does not read must be held"
     )
-    assert [p.kind for p in brief] == [p.kind for p in full] and count(brief) < 2000
+    assert [p.kind for p in brief] == [p.kind for p in full] and count(brief) < 2050
     for few, all_ in zip(brief, full, strict=True):
         for axis, whole in zip(few.axes, all_.axes, strict=True):
             assert set(axis) <= set(whole) and (axis[0], axis[-1]) == (whole[0], whole[-1])
@@ -517,8 +517,12 @@ def test_a_real_table_of_this_cpu():
         "varlen_attention",
         "paged_attention",
         "attention_backward",
+        "gated_delta_rule",
+        "mamba2_scan",
     }
-    assert all("reference" in g.us and {"sdpa", "aten_flash"} & g.us.keys() for g in table.grids)
+    assert all(
+        "reference" in g.us and {"sdpa", "aten_flash", "aten"} & g.us.keys() for g in table.grids
+    )
     assert from_json(table.to_json()) == table
 
 

@@ -171,6 +171,11 @@ def way_of(
     one, handle = models.patched(model, how)
     compiled, graphs, policy = how.compiled, (how.patch or {}).get("decode"), how.policy
     length, more = prompt.shape[1] + new.shape[1] + 1, Row()
+
+    @use(**policy)
+    def fill() -> None:
+        one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1)
+
     with use(**policy):
         if (how.patch or {}).get("cache") == "paged":
             cache = handle.new_cache(prompt.shape[0], length)
@@ -184,8 +189,8 @@ def way_of(
         if random:
             random_caches.fill(cache, model, prompt.shape[0], prompt.shape[1], model.dtype)
         else:
-            one(prompt, **argument(one, cache), use_cache=True, logits_to_keep=1)
-    rewind = models.rewinder(cache)
+            fill()
+    rewind = models.rewinder(cache, fill)
 
     def step(at: int, over: Any = cache) -> Any:
         torch.compiler.cudagraph_mark_step_begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 import attnops.hf
 from attnops.bench import Point, Setup, random_caches
 from attnops.bench.chunks import InChunks
+from attnops.bench.cold import in_turn
 from attnops.bench.rows import (
     Case,
     Make,
@@ -38,6 +41,8 @@ from attnops.bench.work import experts, kv_width
 from attnops.configs import SHAPES, config_of
 from attnops.core.errors import InvalidInput
 from attnops.hf.cache.names import argument
+from attnops.hf.cache.other_layers import keeps_states
+from attnops.hf.models.recurrent import of_package, rebound
 from attnops.ops.experts import mxfp4_reference
 from attnops.tune.clock import Run, steps_us
 
@@ -87,7 +92,8 @@ def config(setup: Setup, name: str, layers: int = 0) -> Any:
     made = config_of(name)
     if layers := layers or setup.layers or LAYERS[setup.size].get(name, 0):
         made.num_hidden_layers = layers
-        if (kinds := getattr(made, "layer_types", None)) is not None:
+        kinds = getattr(made, "layer_types", None)  # those of a Falcon-H1 follow the number
+        if kinds is not None and len(kinds) != layers:
             made.layer_types = (kinds * layers)[:layers]
     return made
 
@@ -231,9 +237,24 @@ def twin(model: Any) -> Any:
 def patched(model: Any, how: How) -> tuple[Any, Any]:
     """(a twin, its patch; None for one that is not patched)."""
     one = twin(model)
+    if how.torch:
+        call_torch(one)
     if how.packed:
         attnops.hf.pack_experts(one)
     return one, None if how.patch is None else attnops.hf.patch(one, **how.patch)
+
+
+def call_torch(model: Any) -> None:
+    """Let the model's modules call transformers' own functions where a package is installed that
+    transformers would call instead, such as flash-linear-attention."""
+    for module in model.modules():
+        forward: Any = type(module).forward
+        code: Any = inspect.unwrap(forward)
+        names = getattr(getattr(code, "__code__", None), "co_names", ())
+        called = {n: code.__globals__.get(n) for n in names}
+        own = {n: inspect.unwrap(f) for n, f in called.items() if of_package(f)}
+        if own:
+            module.forward = MethodType(rebound(forward, own), module)
 
 
 def tokens(setup: Setup, model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
@@ -400,6 +421,7 @@ def widened(model: Any) -> Any:
     """The model in float64 if it is float32, else in float32. To save memory, weights are wide only
     while their module runs."""
     wide, one = wide_dtype(model), twin(model)
+    call_torch(one)  # kernels of packages have no float64
     if callable(choose := getattr(one, "set_experts_implementation", None)):
         choose("eager")  # grouped products have no float64
 
@@ -475,13 +497,22 @@ def exact_tail(model: Any, prompt: Tensor) -> Tensor:
         return random_caches.logits_after(wide, wide, empty, prompt, wide_dtype(model))
 
 
-def rewinder(cache: Any) -> Run:
+def rewinder(cache: Any, fill: Run) -> Run:
     """A function that restores a cache to its present state. Static layers write past it; ring
-    buffers of windows are copied."""
+    buffers of windows are copied, and states.
+
+    fill: fills the empty cache again: states beside pages cannot go back.
+    """
     if isinstance(cache, attnops.hf.PagedModelCache):
+        if cache.states:
+            return partial(in_turn, (cache.reset, fill))
         return partial(cache.crop, int(cache.get_seq_length()))
     kept: list[tuple[Any, str, Any, Tensor | None]] = []
+    states: list[tuple[Tensor, Tensor]] = []
     for layer in cache.layers:
+        if keeps_states(layer):
+            found = (*layer.conv_states.values(), *layer.recurrent_states.values())
+            states += [(x, x.clone()) for x in found if x is not None]
         for name, value in vars(layer).items():
             in_place = isinstance(value, Tensor) and getattr(layer, "is_compileable", False)
             written = in_place and (getattr(layer, "is_sliding", False) or value.dim() == 0)
@@ -490,5 +521,7 @@ def rewinder(cache: Any) -> Run:
     def rewind() -> None:
         for layer, name, value, copied in kept:
             setattr(layer, name, value if copied is None else value.copy_(copied))
+        for state, before in states:
+            state.copy_(before)
 
     return rewind

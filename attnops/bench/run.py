@@ -24,6 +24,7 @@ from attnops.bench import (
     device_of,
     first_token,
     generate,
+    hybrid,
     latent,
     ops,
     overhead,
@@ -121,6 +122,13 @@ SUITES = (
         "calls of generate() for one token: prompts of fixed sizes and of random lengths",
         first_token.cases,
         4.0,
+        usual=False,
+    ),
+    Suite(
+        "hybrid",
+        "layers that carry a state, and whole models that have them",
+        hybrid.cases,
+        2.0,
         usual=False,
     ),
     Suite(

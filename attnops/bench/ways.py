@@ -22,7 +22,8 @@ class How:
     patch: options of `attnops.patch`; None: not patched. packed: with packed experts. compiled:
     options of torch.compile; None is eager. policy: of `attnops.use`. given: to `generate()`.
     attention: that of transformers.
-    liger: with Liger's modules. device: where it runs, "" everywhere. asked: only if `--ways` names
+    liger: with Liger's modules. torch: without packages that transformers calls in place of its own
+    functions. device: where it runs, "" everywhere. asked: only if `--ways` names
     it.
     """
 
@@ -33,6 +34,7 @@ class How:
     given: Row = field(default_factory=dict)
     attention: str = ""
     liger: bool = False
+    torch: bool = False
     device: str = ""
     asked: bool = False
 
@@ -59,6 +61,7 @@ STEPS = {
     "attnops_one_launch": replace(PIECES, policy=STOCK, asked=True),
     "attnops_mxfp4": replace(PIECES, packed=True),
     "attnops_breakable": How({**PAGED, "decode": Decode("breakable")}, device="cuda"),
+    "hf_eager_torch": How(torch=True, device="cuda", asked=True),
     "hf_tuned": How(compiled=TUNED, device="cuda", asked=True),
 }
 CALLS = {
@@ -72,6 +75,11 @@ CALLS = {
         for mode in ("piecewise", "breakable")
     },
     "hf_again": How(asked=True),
+    "hf_torch": How(torch=True, device="cuda", asked=True),
+}
+HYBRIDS = {
+    **{n: STEPS[n] for n in ("hf_eager", "attnops_eager", "attnops_breakable", "hf_eager_torch")},
+    **{n: CALLS[n] for n in ("hf", "attnops", "hf_torch")},
 }
 FLEX = How(attention="flex_attention", device="cuda")
 WAYS: dict[str, dict[str, How]] = {
@@ -98,6 +106,7 @@ WAYS: dict[str, dict[str, How]] = {
     },
     "generate": CALLS,
     "first_token": {name: CALLS[name] for name in ("hf", "hf_static", "attnops", "hf_again")},
+    "hybrid": HYBRIDS,
     "cliffs": {
         "hf": CALLS["hf"],
         "attnops": replace(CALLS["attnops"], device="cuda"),
@@ -138,6 +147,9 @@ FIRST = tuple(
         (8, 1024),
         (32, 256),
     )
+)
+STATES = dict.fromkeys(
+    ("falcon-h1-7b-shape", "nemotron-h-8b-shape", "qwen3-next-shape"), (ONE, EIGHT)
 )
 TRAINED = {"llama-3.2-1b-shape": (LONG,), "gpt-oss-20b-shape": (Point(2, 4096), LONG)}
 WHOLE: Places = {
@@ -188,6 +200,12 @@ PLACES: dict[str, Places] = {
     },
     "cliffs": {
         size: {name: points[:1] for name, points in some.items()} for size, some in WHOLE.items()
+    },
+    "hybrid": {
+        "toy": {"qwen3_next": TOY},
+        "small": {"qwen3_next": (Point(2, 128),)},
+        "quick": STATES,
+        "full": STATES,
     },
     "training_steps": {
         "toy": {"llama": TOY, "gpt_oss": TOY},

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from transformers import DynamicCache
+
 from attnops.bench import Point
+from attnops.hf.cache.names import argument
+from attnops.hf.cache.other_layers import layers_with_states
 
 
 def heads(config: Any) -> tuple[int, int, int]:
@@ -24,22 +29,32 @@ def kv_width(config: Any) -> int:
     return int(2 * kv_heads * head_dim)
 
 
-def experts(config: Any) -> bool:
-    """Is it the config of a mixture of experts?"""
-    return any(
-        getattr(config, n, None) for n in ("num_local_experts", "n_routed_experts", "num_experts")
-    )
+def experts(config: Any) -> int:
+    """How many a mixture of experts has; 0 without any."""
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    return next((many for n in names if (many := getattr(config, n, None))), 0)
+
+
+def read_of(weight: Any, config: Any, tokens: int) -> float:
+    """The bytes of a weight that so many tokens read: of experts those of the ones that are chosen,
+    were all equally likely."""
+    many = experts(config)
+    if weight.dim() < 3 or weight.shape[0] != many:
+        return float(weight.nbytes)
+    left = (1 - config.num_experts_per_tok / many) ** tokens
+    return float(weight.nbytes * (1 - left))
 
 
 def bytes_of(model: Any, point: Point) -> int:
-    """The bytes a step must read: weights without the embedding, cached keys and values. 0 if it
-    reads some experts of many."""
+    """The bytes a step must read, and those of states that it writes: weights without the
+    embedding, cached keys and values, states."""
     config = model.config
-    if experts(config):
-        return 0
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
-    weights = sum(p.nbytes for p in model.parameters() if p is not embedding or tied)
+    read = [p for p in model.parameters() if p is not embedding or tied]
+    weights = sum(read_of(p, config, point.batch) for p in read)
+    if layers_with_states(config):
+        return int(weights + point.batch * _kept(model, point.context))
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or point.context
     seen = sum(
@@ -47,6 +62,22 @@ def bytes_of(model: Any, point: Point) -> int:
         for kind in kinds
     )
     return int(weights + point.batch * seen * kv_width(config) * embedding.element_size())
+
+
+@torch.no_grad()
+def _kept(model: Any, tokens: int) -> int:
+    """Bytes of the keys and values of a request of so many tokens, and twice those of its states,
+    as transformers' cache has them after two tokens."""
+    cache, prompt = DynamicCache(config=model.config), torch.ones(1, 2, dtype=torch.int64)
+    model(prompt.to(model.device), **argument(model, cache), use_cache=True)
+    found, layers = 0, list[Any](cache.layers)
+    for layer in layers:
+        kept = vars(layer)
+        keys = [x for n in ("keys", "values") if (x := kept.get(n)) is not None]
+        both = (kept.get(n, {}) for n in ("conv_states", "recurrent_states"))
+        states = [x for some in both for x in some.values() if x is not None]
+        found += sum(x.nbytes for x in keys) // 2 * tokens + 2 * sum(x.nbytes for x in states)
+    return found
 
 
 def flop_of(model: Any, lengths: list[int]) -> int:

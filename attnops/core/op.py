@@ -106,7 +106,7 @@ class Op(Eager):
         such module, or not this op in it.
 
         They are imported when they are first asked for: `cases.CASES`, `bound.BOUNDS`,
-        `bound.COMPARED`, `timed.TIMED`, `timed.VALUES`, `vendors.VENDORS`.
+        `bound.COMPARED`, `timed.TIMED`, `timed.VALUES`, `timed.MADE`, `vendors.VENDORS`.
         """
         module = f"{self.call.__module__.rpartition('.')[0]}.{file}"
         try:

@@ -88,6 +88,8 @@ def build(kind: Problem, q_lens: Sequence[int], k_lens: Sequence[int], pool: Poo
         )
         if value is not None:
             given[a.name] = value
+    if (made := OPS[kind.op].of_family("timed", "MADE")) is not None:
+        given |= made(kind, len(q_lens), sum(q_lens), pool)
 
     def make(a: Arg, dims: list[int]) -> Tensor | None:
         if a.written and a.default is REQUIRED:

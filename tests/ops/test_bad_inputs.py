@@ -238,6 +238,7 @@ LEAST = {
     "gated_delta_rule": "Hk Hv Dk Dv",
     "gated_delta_rule_backward": "Hk Hv Dk Dv",
     "mamba2_scan": "Hk Hv Dk Dv",
+    "mamba2_scan_backward": "Hk Hv Dk Dv",
     "causal_conv1d": "C W",
     "causal_conv1d_backward": "C W",
     "route": "E K",

@@ -15,6 +15,7 @@ from attnops.core.op import Op, define
 from attnops.core.record import FLOATS, INT32, KW_ONLY, Result, Sizes, arg, record
 from attnops.ops import rules, typical
 from attnops.ops.recurrent import reference
+from attnops.ops.recurrent.counted import OF_CONVOLUTIONS
 from attnops.ops.recurrent.gradient import differentiable
 
 
@@ -26,7 +27,7 @@ LEAST = {"C": ">= 1 channel", "W": ">= 1 number"}
 SILU = arg(default="", choices=("", "silu"))
 
 
-@record("causal_conv1d", least=LEAST, facts=_facts)
+@record("causal_conv1d", least=LEAST, facts=_facts, counted=OF_CONVOLUTIONS)
 class CausalConv1d(rules.Queries):
     """The tokens of packed requests, and the inputs before them."""
 

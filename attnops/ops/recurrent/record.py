@@ -25,6 +25,7 @@ from attnops.core.record import (
 )
 from attnops.ops import rules, typical
 from attnops.ops.recurrent import reference
+from attnops.ops.recurrent.counted import of_states
 from attnops.ops.recurrent.gradient import differentiable
 
 LEAST = {
@@ -45,7 +46,13 @@ def heads_divide(call: Any, sizes: Sizes) -> None:
     need(heads % kv_heads == 0, place(call.spec, "Hv"), heads, want)
 
 
-@record("gated_delta_rule", least=LEAST, rules=heads_divide, problem=MEASURES)
+@record(
+    "gated_delta_rule",
+    least=LEAST,
+    rules=heads_divide,
+    problem=MEASURES,
+    counted=of_states(flops=6.0),
+)
 class GatedDeltaRule(rules.Queries):
     """The tokens of packed requests, and the states that they read and write."""
 
