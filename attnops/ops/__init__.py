@@ -53,6 +53,7 @@ from attnops.ops.sparse.vertical_slash import (
 )
 from attnops.ops.speculation.record import accept as accept, lookup_drafts as lookup_drafts
 from attnops.ops.speculation.sampled import accept_sampled as accept_sampled
+from attnops.ops.speculation.tree import build_tree as build_tree, tree_mask as tree_mask
 
 for _name, _value in [*globals().items()]:
     if isfunction(_value) and _value.__module__.startswith("attnops."):

@@ -70,6 +70,8 @@ NUMBERS: dict[str, Any] = {
     "num_pages": 4,
     "max_ngram": 2,
     "num_drafts": 2,
+    "num_nodes": 3,
+    "num_keys": 5,
     "q_heads": 4,
     "kv_heads": 2,
     "head_dim": 8,

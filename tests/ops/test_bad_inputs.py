@@ -224,6 +224,8 @@ LEAST = {
     "lookup_drafts": "L",
     "accept": "N",
     "accept_sampled": "N V",
+    "build_tree": "M",
+    "tree_mask": "N",
     "token_rows": "starts",
     "write_latent": LATENTS_LEAST,
     "mla_attention": f"{LATENTS_LEAST} H",

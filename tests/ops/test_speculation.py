@@ -1,5 +1,6 @@
 """A round of speculation beside lists of Python: random texts and trees."""
 
+import math
 import random
 
 import pytest
@@ -201,3 +202,79 @@ def test_a_round_of_sampling_has_the_distribution_of_plain_sampling(kind, op):
 
     assert chance(counts, exact(1.0)) > 1e-3
     assert chance(counts, exact(1.05)) < 1e-6
+
+
+def built(tokens, scores, parents, count):
+    """(the candidates of a tree, the parents of its nodes, their depths)."""
+    usable = [
+        m
+        for m, token in enumerate(tokens)
+        if token >= 0 and -1 <= parents[m] < m and scores[m] > -math.inf
+    ]
+    best = sorted(sorted(usable, key=lambda m: (-scores[m], m))[: count - 1])
+    node_of = {-1: 0} | {m: n for n, m in enumerate(best, 1)}
+    before = [-1, *(node_of.get(parents[m], -1) for m in best)]
+    depths = []
+    for parent in before:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return best, before, depths
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_candidates_are_the_tree(seed):
+    """Scores are any numbers in half of the draws: a child may be better than its parent."""
+    draw = random.Random(seed)
+    rows, most, count = draw.randint(1, 4), draw.randint(1, 30), draw.randint(1, 20)
+    tokens = [[draw.randint(-1, 9) for _ in range(most)] for _ in range(rows)]
+    parents = [[n - 1 for n in tree(draw, most + 1)[1:]] for _ in range(rows)]
+    odd = math.nan, -math.inf
+    scores = [
+        [
+            draw.choice(odd) if draw.random() < 0.1 else -draw.randint(0, 9) / 2.0
+            for _ in range(most)
+        ]
+        for _ in range(rows)
+    ]
+    if seed % 2:
+        for row, before in zip(scores, parents, strict=True):
+            for m, parent in enumerate(before):
+                row[m] += row[parent] if 0 <= parent < m else 0.0
+    root = [draw.randint(0, 9) for _ in range(rows)]
+    found = ops.build_tree(
+        torch.tensor(tokens),
+        torch.tensor(scores),
+        torch.tensor(parents, dtype=I32),
+        torch.tensor(root),
+        num_nodes=count,
+    )
+    want = [built(*row, count) for row in zip(tokens, scores, parents, strict=True)]
+    words = [
+        [top, *(row[m] for m in best)]
+        for top, row, (best, *_) in zip(root, tokens, want, strict=True)
+    ]
+    assert found[0].tolist() == padded(words, count)
+    assert found[1].tolist() == padded([before for _, before, _ in want], count)
+    assert found[2].tolist() == [[*depths, *[0] * (count - len(depths))] for *_, depths in want]
+    assert found[3].tolist() == padded([[-1, *best] for best, *_ in want], count)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_node_sees_the_text_its_ancestors_and_itself(seed):
+    draw = random.Random(seed)
+    rows, nodes, keys = draw.randint(0, 4), draw.randint(1, 9), draw.randint(0, 20)
+    parents = [tree(draw, nodes) for _ in range(rows)]
+    lengths = [draw.randint(0, keys + 2) for _ in range(rows)]
+    mask = ops.tree_mask(
+        torch.tensor(parents, dtype=I32).view(rows, nodes),
+        torch.tensor(lengths, dtype=I32),
+        num_keys=keys,
+    )
+    want = []
+    for before, length in zip(parents, lengths, strict=True):
+        for node in range(nodes):
+            line = [node]
+            while 0 <= before[line[-1]] < line[-1]:
+                line.append(before[line[-1]])
+            first = length - nodes
+            want.append([key < first or key - first in line for key in range(keys)])
+    assert mask.tolist() == want

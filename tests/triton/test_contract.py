@@ -32,7 +32,7 @@ ATTENTION = (
     "merge_states",
 )
 GRADIENTS = ("attention_backward", "varlen_attention_backward")
-ROUND = ("lookup_drafts", "accept", "accept_sampled")
+ROUND = ("lookup_drafts", "accept", "accept_sampled", "build_tree", "tree_mask")
 DATA = (
     "write_kv",
     "write_latent",

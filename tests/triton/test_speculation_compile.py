@@ -12,6 +12,8 @@ CALLS = {
     "lookup_drafts": ((32768,), 32768, 3, 8),
     "accept": (8, 64, "tree"),
     "accept_sampled": (1, 8, "tree", 128256),
+    "build_tree": (2, 510, 64),
+    "tree_mask": ((2100, 64), 64, 2304, "tree"),
 }
 
 

@@ -110,6 +110,8 @@ CALLED: tuple[Row, ...] = (
     ("lookup_drafts", speculation.lookup_drafts, IDS, None, ""),
     ("accept", speculation.accept, IDS, None, ""),
     ("accept_sampled", speculation.accept_sampled, IDS, None, ""),
+    ("build_tree", speculation.build_tree, IDS, None, ""),
+    ("tree_mask", speculation.tree_mask, INT32, None, ""),
 )
 # Pointwise on small tensors: the compiler fuses these better than any call could.
 INLINE: tuple[Row, ...] = (

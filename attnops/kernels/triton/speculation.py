@@ -13,5 +13,12 @@ def _cost_us(p: Problem) -> float:
     return 4.0 + max(p.sizes.context.hint, 1) / 4096
 
 
-for _op in ("lookup_drafts", "accept", "accept_sampled"):
-    own(_op, launched("speculation", _op), _cost_us, "one launch", dtypes=(torch.int64,))
+IDS, INT32 = (torch.int64,), (torch.int32,)
+for _op, _dtypes in (
+    ("lookup_drafts", IDS),
+    ("accept", IDS),
+    ("accept_sampled", IDS),
+    ("build_tree", IDS),
+    ("tree_mask", INT32),
+):
+    own(_op, launched("speculation", _op), _cost_us, "one launch", dtypes=_dtypes)

@@ -99,8 +99,64 @@ def _sampled(
     }
 
 
+TREES: Rows = {
+    "plain": (3, 20, 8),
+    "few_candidates": (4, 5, 9),
+    "one_candidate": (2, 1, 2),
+    "root_alone": (3, 4, 1),
+    "many": (2, 130, 64),
+    "all": (3, 12, 13),
+    "ties": (4, 30, 12, {"ties": True}),
+    "broken": (5, 20, 9, {"tree": "broken"}),
+    "no_rows": (0, 6, 3),
+}
+
+
+def _candidates(
+    scene: Scene, rows: int, count: int, tree: str = "tree", ties: bool = False
+) -> Given:
+    """Some are no candidates. Scores of a broken tree are above those of the parents, too."""
+    parents = _parents(scene, rows, count + 1, tree)
+    assert parents is not None
+    parents = parents[:, 1:] - 1  # node 0 is the root, which is no candidate
+    scores = -scene.source.normal(rows, count).abs()
+    scores = scores.round() if ties else scores
+    if tree != "broken":
+        for at in range(count):
+            before = parents[:, at : at + 1].long()
+            added = scores.gather(1, before.clamp(min=0))[:, 0]
+            scores[:, at] += torch.where(before[:, 0] >= 0, added, 0.0)
+    return {
+        "tokens": _words(scene, 9, rows, count, least=-1),
+        "scores": scores.masked_fill(scene.source.chance(rows, count, p=0.1), float("nan")),
+        "parents": parents,
+        "root": _words(scene, 9, rows),
+    }
+
+
+MASKS: Rows = {
+    "plain": ((9, 20, 7), 7, 24, "tree"),
+    "tree_alone": ((6, 6), 6, 6, "wide"),
+    "one_node": ((4, 1), 1, 9, "chain"),
+    "short_rows": ((0, 3, -2, 40), 5, 12, "tree"),
+    "many": ((2100, 64), 64, 2304, "wide"),
+    "broken": ((14, 20, 9), 9, 20, "broken"),
+    "no_keys": ((3, 4), 3, 0, "tree"),
+    "no_rows": ((), 3, 8, "tree"),
+}
+
+
+def _seen(scene: Scene, lengths: Sequence[int], nodes: int, tree: str) -> Given:
+    return {
+        "parents": _parents(scene, len(lengths), nodes, tree),
+        "seq_lens": scene.source.ints(lengths),
+    }
+
+
 CASES = {
     "lookup_drafts": Grid("lengths width max_ngram num_drafts words", TEXTS, _text),
     "accept": Grid("rows nodes tree words", NODES, _nodes),
     "accept_sampled": Grid("rows nodes tree words blank", SAMPLED, _sampled),
+    "build_tree": Grid("rows count num_nodes tree ties", TREES, _candidates),
+    "tree_mask": Grid("lengths nodes num_keys tree", MASKS, _seen),
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from attnops.ops.speculation.record import Accept, LookupDrafts
     from attnops.ops.speculation.sampled import AcceptSampled
+    from attnops.ops.speculation.tree import BuildTree, TreeMask
 
 
 def lookup_drafts(call: LookupDrafts) -> tuple[Tensor, Tensor]:
@@ -88,3 +91,51 @@ def accept_sampled(call: AcceptSampled) -> tuple[Tensor, Tensor, Tensor]:
 def _positive(x: Tensor) -> Tensor:
     """0 in place of what is below, and of NaN."""
     return torch.where(x > 0, x, 0.0)
+
+
+def build_tree(call: BuildTree) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reference of `attnops.ops.build_tree`."""
+    tokens, parents, nodes = call.tokens, call.parents, call.num_nodes
+    batch, most = tokens.shape
+    place = torch.arange(most, device=tokens.device)
+    usable = (tokens >= 0) & (parents >= -1) & (parents < place) & (call.scores > -inf)
+    scores = torch.where(usable, call.scores, -inf)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
+    # `most` is what no node is. It comes last.
+    best = torch.where(usable.gather(1, best), best, most).sort(1).values
+    best = F.pad(best, (1, nodes - 1 - best.shape[1]), value=most)
+    there = best < most
+    row = torch.arange(nodes, device=tokens.device).expand(batch, nodes)
+    node_of = place.new_full((batch, most + 1), -1).scatter(1, best, row)
+    safe = best.clamp(max=most - 1)
+    parent = parents.gather(1, safe).long()
+    parent = torch.where(parent < 0, 0, node_of.gather(1, parent.clamp(0, most)))
+    parent = torch.where(there, parent, -1)
+    found = torch.where(there, tokens.gather(1, safe), -1)
+    found[:, 0] = call.root
+    depths = torch.zeros_like(parent)
+    for node in range(1, nodes):
+        before = parent[:, node : node + 1]
+        deeper = depths.gather(1, before.clamp(min=0))[:, 0] + 1
+        depths[:, node] = torch.where(before[:, 0] >= 0, deeper, 0)
+    candidates = torch.where(there, best, -1).to(torch.int32)
+    return found, parent.to(torch.int32), depths.to(torch.int32), candidates
+
+
+def tree_mask(call: TreeMask) -> Tensor:
+    """The reference of `attnops.ops.tree_mask`."""
+    parents, keys = call.parents, call.num_keys
+    batch, nodes = parents.shape
+    # seen[b, i, j]: does node i see node j?
+    seen = parents.new_zeros((batch, nodes, nodes), dtype=torch.bool)
+    for node in range(nodes):
+        parent = parents[:, node].long()
+        real = (parent >= 0) & (parent < node)
+        at = torch.where(real, parent, 0)[:, None, None].expand(batch, 1, nodes)
+        seen[:, node] = seen.gather(1, at)[:, 0] & real[:, None]
+        seen[:, node, node] = True
+    first = call.seq_lens.long() - nodes
+    of_tree = torch.arange(keys, device=parents.device) - first[:, None]
+    at = of_tree.clamp(0, nodes - 1)[:, None].expand(batch, nodes, keys)
+    mask = (seen.gather(2, at) & (of_tree < nodes)[:, None]) | (of_tree < 0)[:, None]
+    return mask.flatten(0, 1)

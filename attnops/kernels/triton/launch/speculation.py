@@ -9,14 +9,17 @@ from torch import Tensor
 
 from attnops.kernels.shared.launch.gpu import launch
 from attnops.kernels.shared.sizes import power
-from attnops.kernels.triton.device import speculation as device
+from attnops.kernels.triton.device import speculation as device, tree
 
 if TYPE_CHECKING:
     from attnops.ops.speculation.record import Accept, LookupDrafts
     from attnops.ops.speculation.sampled import AcceptSampled
+    from attnops.ops.speculation.tree import BuildTree, TreeMask
 
 MOST_AT_ONCE = 4096
 """Tokens of a text that a program compares at once."""
+COMPARED = 64
+"""Candidates of a tree that a program compares with as many others at once."""
 
 
 def lookup_drafts(call: LookupDrafts) -> tuple[Tensor, Tensor]:
@@ -69,3 +72,31 @@ def _of_nodes(
 
 def _before(call: Accept | AcceptSampled) -> tuple[int, ...]:
     return (0, 0) if call.parents is None else call.parents.stride()
+
+
+def build_tree(call: BuildTree) -> tuple[Tensor, ...]:
+    given = call.tokens, call.scores, call.parents, call.root
+    (batch, most), nodes = call.tokens.shape, call.num_nodes
+    found = call.tokens.new_empty(batch, nodes)
+    results = (found, *(torch.empty_like(found, dtype=torch.int32) for _ in range(3)))
+    if batch:
+        strides = [n for x in given for n in x.stride()]
+        sizes = {"M": most, "N": nodes, "NP": power(nodes), "BLOCK": min(power(most), COMPARED)}
+        launch(tree.build_tree, (batch,), sizes, (*given, *results, *strides), warps=8)
+    return results
+
+
+def tree_mask(call: TreeMask) -> Tensor:
+    parents, lengths, keys = call.parents, call.seq_lens, call.num_keys
+    batch, nodes = parents.shape
+    mask = parents.new_empty(batch * nodes, keys, dtype=torch.bool)
+    if mask.numel():
+        block = min(power(keys), MOST_AT_ONCE)
+        args = (parents, lengths, mask.view(torch.uint8), keys)
+        launch(
+            tree.tree_mask,
+            (batch * nodes, -(-keys // block)),
+            {"N": nodes, "NP": power(nodes), "BLOCK": block},
+            (*args, *parents.stride(), lengths.stride(0)),
+        )
+    return mask
