@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.core.private_torch import FakeTensor
 from attnops.core.select import active_policy
 from attnops.hf.models.chosen import Sizes, is_ours
 
@@ -21,7 +22,8 @@ the step."""
 
 def is_served(op: str, x: Tensor, sizes: Sizes, asks: tuple[str, ...] = ()) -> bool:
     """Does a kernel of attnops answer? x: a tensor of the call. sizes, asks: see `is_ours`."""
-    if type(x) is not Tensor or torch.is_autocast_enabled(x.device.type) or not x.numel():
+    plain = type(x) in (Tensor, FakeTensor)  # explain asks with fake tensors
+    if not plain or torch.is_autocast_enabled(x.device.type) or not x.numel():
         return False
     policy = active_policy()
     return bool(is_ours(op, policy, x.device, x.dtype, None, sizes, asks))
