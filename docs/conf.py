@@ -89,7 +89,9 @@ ALIASES = {
     "torch.fx.graph.Graph": "torch.fx.Graph",
     "torch.fx.graph_module.GraphModule": "torch.fx.GraphModule",
     "torch.nn.modules.activation.MultiheadAttention": "torch.nn.MultiheadAttention",
+    "torch.nn.modules.linear.Linear": "torch.nn.Linear",
     "torch.nn.modules.module.Module": "torch.nn.Module",
+    "torch.nn.modules.sparse.Embedding": "torch.nn.Embedding",
     "transformers.cache_utils.Cache": "transformers.Cache",
 }
 

@@ -95,9 +95,9 @@ class Options:
         )
         want = "a sequence of tensors, those that a step changes"
         need(known, "state", type(self.state).__name__, want)
-        want = "() where the model takes no batch: only a batch has the tokens of each request"
-        drafts = self.buckets.verify
-        need(self.batch is not None or not drafts, "verify", drafts, want)
+        want = "() where the model takes no batch, and no tensors by token and by request"
+        drafts, counted = self.buckets.verify, bool(self.tokens and self.requests)
+        need(self.batch is not None or counted or not drafts, "verify", drafts, want)
         follows = self.graphs is None or hasattr(self.graphs, "follow")
         want = "a Device with a method follow(), which orders streams"
         need(follows, "graphs", type(self.graphs).__name__, want)
@@ -115,10 +115,7 @@ class Options:
         each if no tensor is by token. Raises InvalidInput.
         """
         if self.batch is None:
-            requests = rows_of(self.requests[0], values).shape[0] if self.requests else 0
-            tokens = rows_of(self.tokens[0], values).shape[0] if self.tokens else requests
-            decodes = self.buckets.decode and self.requests and tokens == requests
-            return "decode" if decodes else "mixed", tokens, requests, tokens, False
+            return self._without_batch(values)
         batch = values.get(self.batch)
         if not isinstance(batch, PagedBatch):
             want = "a PagedBatch, as PagedCache.batch makes it"
@@ -134,6 +131,17 @@ class Options:
         tokens, requests = batch.slots.shape[0], batch.page_table.shape[0]
         kind = self.buckets.kind(tokens, requests, batch.max_seqlen_q, shared)
         return kind, tokens, requests, batch.max_seqlen_q, shared
+
+    def _without_batch(self, values: Values) -> tuple[Kind, int, int, int, bool]:
+        """As `sizes`. Requests of a verify step have as many tokens each as its bucket."""
+        requests = rows_of(self.requests[0], values).shape[0] if self.requests else 0
+        tokens = rows_of(self.tokens[0], values).shape[0] if self.tokens else requests
+        if self.buckets.decode and self.requests and tokens == requests:
+            return "decode", tokens, requests, tokens, False
+        queries = tokens // max(requests, 1)
+        if queries in self.buckets.verify and queries * requests == tokens:
+            return "verify", tokens, requests, queries, False
+        return "mixed", tokens, requests, tokens, False
 
     def plan_maker(self, bucket: Bucket) -> Callable[[PagedBatch], Tensor] | None:
         """Makes the device plan in the graph of a bucket.

@@ -128,6 +128,9 @@ TOGETHER = {
     "factor: got 2.0, want 1.0, because scaling is 'none'": lambda: RotaryEmbedding(8, factor=2.0),
     "theta: got 0.5, want a number >= 1.0": lambda: RotaryEmbedding(8, 0.5),
     "mscale: got 1.0, want None unless scaling is 'yarn'": lambda: RotaryEmbedding(8, mscale=1.0),
+    "beta_fast: got 2.0, want > beta_slow = 2.0, because scaling is 'llama3'": lambda: (
+        RotaryEmbedding(8, scaling="llama3", original_max_position=9, beta_fast=2.0, beta_slow=2.0)
+    ),
     "original_max_position: got 64, want None unless": lambda: RotaryEmbedding(
         8, original_max_position=64
     ),

@@ -345,7 +345,8 @@ def test_a_fork_shares_until_one_writes(kind, dtype, monkeypatch):
     nothing is."""
     calls = []
     monkeypatch.setattr(
-        "attnops.cache.paged.copy_kv", lambda *given: calls.append(given) or copy_kv(*given)
+        "attnops.cache.paged.copy_kv",
+        lambda *given, **more: calls.append(given) or copy_kv(*given, **more),
     )
     cache = made(kind, dtype=dtype)
     pools = list(itertools.chain(*cache.layers))

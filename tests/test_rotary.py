@@ -62,6 +62,33 @@ def test_yarn(more, factor, interleaved):
     close(cos_sin.double(), torch.stack([angle.cos(), angle.sin()]) * factor, 1e-3)
 
 
+def test_llama3():
+    """The rule of Llama 3.1, one wavelength at a time."""
+    known, factor, slow, fast = 64, 8.0, 1.0, 4.0
+    turns = []
+    for i in range(D // 2):
+        plain = THETA ** (-2 * i / D)
+        within = known * plain / (2 * math.pi)
+        if within < slow:
+            turns.append(plain / factor)
+        elif within > fast:
+            turns.append(plain)
+        else:
+            smooth = (within - slow) / (fast - slow)
+            turns.append((1 - smooth) * plain / factor + smooth * plain)
+    rope = RotaryEmbedding(
+        D,
+        THETA,
+        scaling="llama3",
+        factor=factor,
+        original_max_position=known,
+        beta_slow=slow,
+        beta_fast=fast,
+    )
+    q, at = torch.randn(5, 3, D).double(), torch.tensor([0, 1, 60, 200, 511])
+    close(rope(q, q, at)[0], turned(q, at, torch.tensor(turns, dtype=torch.float64)), 1e-9)
+
+
 @pytest.mark.parametrize("scaling", ["none", "linear"])
 def test_interleaved_pairs(scaling):
     factor = 1.0 if scaling == "none" else 4.0

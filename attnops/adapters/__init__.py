@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from attnops.hf import Decode, Patched
     from attnops.hf.attention.mask import Mode
     from attnops.hf.interface import Kept
+    from attnops.hf.steps.speculate import Speculate
 
 LIBRARIES = {
     "diffusers": ("diffusers",),
@@ -52,6 +53,7 @@ def patch(
     mask: Mode = "auto",
     cache: Kept = "auto",
     decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
+    speculate: Speculate = None,
 ) -> Patched: ...
 @overload
 def patch(
@@ -61,6 +63,7 @@ def patch(
     mask: Mode = "auto",
     cache: Kept = "auto",
     decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
+    speculate: Speculate = None,
 ) -> Handle: ...
 def patch(
     model: nn.Module,
@@ -69,6 +72,7 @@ def patch(
     mask: Mode = "auto",
     cache: Kept = "auto",
     decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
+    speculate: Speculate = None,
 ) -> Handle:
     """Switch the attention of a model to attnops.
 
@@ -87,7 +91,7 @@ def patch(
     Args:
         model: a torch.nn.Module.
         kernel: force this kernel on every call; None chooses per call.
-        mask, cache, decode: of transformers models alone, see `attnops.hf.patch`.
+        mask, cache, decode, speculate: of transformers models alone, see `attnops.hf.patch`.
 
     Returns:
         The handle, with `report()`, `verify()` and `unpatch()`. A second call on the same model
@@ -112,7 +116,8 @@ def patch(
             f"torch.nn.Module{inside and f', as its {inside}'}",
         )
     with PATCHING:
-        return _patched(model, {"kernel": kernel, "mask": mask, "cache": cache, "decode": decode})
+        options = {"kernel": kernel, "mask": mask, "cache": cache, "decode": decode}
+        return _patched(model, {**options, "speculate": speculate})
 
 
 def _patched(model: nn.Module, options: dict[str, Any]) -> Handle:
@@ -132,13 +137,14 @@ def _patched(model: nn.Module, options: dict[str, Any]) -> Handle:
             handle = import_module("attnops.hf").patch(model, **options)
         return handle
     warn_if_newer("torch")
-    for field in ("mask", "cache", "decode"):
+    default = {"mask": "auto", "cache": "auto", "decode": "auto", "speculate": None}
+    for field, want in default.items():
         value = options[field]
         need(
-            value == "auto",
+            value == want,
             field,
             repr(value),
-            f"'auto': {type(model).__name__} holds no transformers.PreTrainedModel",
+            f"{want!r}: {type(model).__name__} holds no transformers.PreTrainedModel",
         )
     kernel = options["kernel"]
     if kernel is not None:

@@ -52,13 +52,15 @@ class HostLengths:
     """The lengths of the B requests of a batch, as the host knows them.
 
     tokens: of each, the new ones included. new_tokens: the new ones. window, page_size: of the
-    batch's page table, in tokens; window 0: none.
+    batch's page table, in tokens; window 0: none. requests: the id of each, and how often it has
+    changed with this step; `()`: not of a cache's own requests.
     """
 
     tokens: Sequence[int]
     new_tokens: Sequence[int]
     window: int = 0
     page_size: int = 1
+    requests: Sequence[tuple[int, int]] = ()
 
     @cached_property
     def seq_lens(self) -> Sequence[int]:

@@ -87,12 +87,13 @@ class Pool:
 @dataclass
 class Request:
     """A live request. row: of the tables. length: in tokens. high: the largest length since it was
-    empty. pages: by pool and column."""
+    empty. pages: by pool and column. changes: how many there were, forks of it included."""
 
     row: int
     length: int
     high: int
     pages: tuple[list[int], ...]
+    changes: int = 0
 
 
 class Step(NamedTuple):
@@ -174,7 +175,10 @@ class Ledger:
             for i, pages in enumerate(parent.pages)
             for column, page in enumerate(pages)
         ]
-        return [Step(next(_IDS), self._empty(), parent.length, parent.high, cells)]
+        return [
+            Step(next(_IDS), self._empty(), parent.length, parent.high, cells),
+            Step(request, parent, parent.length, parent.high),
+        ]
 
     def truncate(self, request: int, length: int) -> Change:
         """Forget the tokens from `length` on. Raises UnknownRequest, InvalidInput."""
@@ -212,6 +216,7 @@ class Ledger:
                 if old and not pool.refs[old]:
                     pool.free.append(old)
             entry.length, entry.high = step.length, step.high
+            entry.changes += 1
             if step.gone:
                 del self.requests[step.request]
                 self.free_rows.append(entry.row)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from attnops.cache.batch import HostLengths, PagedBatch
 from attnops.cache.ledger import Change, Layer, Ledger, Request, Room
+from attnops.cache.paths import accepted, moves
 from attnops.cache.step import Tokens, describe
 from attnops.core.errors import InvalidInput, fail
-from attnops.core.record import FLOATS, QUANTISED, name, need
+from attnops.core.record import FLOATS, INDEX, QUANTISED, name, need
 from attnops.ops import copy_kv, cu_seqlens, token_rows
 
 
@@ -224,6 +225,56 @@ class Pages:
         InvalidInput, UnknownRequest."""
         self._make(self._ledger.truncate(request, count("length", length, 0, "tokens")))
 
+    def accept(self, step: PagedBatch, paths: Tensor | Sequence[Sequence[int]]) -> None:
+        """Keep the accepted ones of a step's tokens, which were drafts, and take the others back.
+        Each request then ends in its accepted tokens, one after the other.
+
+        The host must know the paths, because it follows the lengths: it waits for those on a
+        device, and not for lists or tensors on the CPU. Code that must not wait calls `compact`.
+
+        Args:
+            step: the batch of the drafts, as `batch` returned it, for requests that were not
+                changed or forked since.
+            paths: `[B, depth]` int32 or int64, or a list of lists: for each request the accepted
+                ones of its new tokens, numbered from 0, in rising order. -1 follows the last one;
+                lists may end there.
+
+        Raises:
+            InvalidInput: another step, or no such paths. UnknownRequest, NoKernel.
+        """
+        rows, change = accepted(self._ledger, step, paths)
+        with ordinary():
+            # Chains are contiguous as they are.
+            if any(row and row[-1] >= len(row) for row in rows):
+                depth = max(map(len, rows))
+                self.compact(step, self.upload([row + [-1] * (depth - len(row)) for row in rows]))
+            self._write(change)
+        self._ledger.commit(change)
+
+    def compact(self, step: PagedBatch, paths: Tensor) -> None:
+        """Move the keys and values, or latents, of accepted tokens together, in all layers: the
+        tensors' part of `accept`. Lengths, tables and the ledger stay as they are.
+
+        The host does not wait, so that a CUDA graph may capture it. Each of `allocations` takes one
+        launch. A program of it reads all that it moves of a request before it writes, and the pages
+        of new tokens are the request's own, so that the order of programs does not matter.
+
+        Args:
+            step: the batch of the drafts.
+            paths: int32 or int64 `[B, depth]`, on its device, see `accept`. A number that is no new
+                token of its request moves nothing.
+
+        Raises:
+            InvalidInput: another shape or dtype. NoKernel.
+        """
+        batch = step.seq_lens.shape[0]
+        need(paths.dtype in INDEX, "paths", paths.dtype, " | ".join(map(name, INDEX)))
+        want = f"[{batch}, depth], a row for each request"
+        need(paths.dim() == 2 and paths.shape[0] == batch, "paths", tuple(paths.shape), want)
+        if paths.numel() and step.slots.numel():
+            for number in range(len(self.tables)):
+                self._copy(number, *moves(step.of(number), paths), group=paths.shape[1])
+
     def free(self, request: int) -> None:
         """End a request and give back the pages that no fork shares. Raises UnknownRequest."""
         self._make(self._ledger.free(request))
@@ -287,8 +338,9 @@ class Pages:
                 raise
         self._ledger.commit(change)
         after = [step.length for step in change]
+        changes = [(step.request, step.entry.changes) for step in change]
         for batch, window in zip((found, *found.others), self.windows, strict=True):
-            batch.known(HostLengths(after, counts, window, self.page_size))
+            batch.known(HostLengths(after, counts, window, self.page_size, changes))
         return found
 
     def describe(self, tokens: Tokens, rows: Tensor | int, lengths: Tensor) -> PagedBatch:
@@ -318,9 +370,13 @@ class Pages:
         slots = pairs.view(-1, 2, 1) * self.page_size
         slots = slots + torch.arange(self.page_size, device=pairs.device)
         source, target = (each.flatten() for each in slots.unbind(1))
+        self._copy(number, source, target)
+
+    def _copy(self, number: int, source: Tensor, target: Tensor, group: int = 0) -> None:
+        """`copy_kv` in all layers of a page table."""
         for owner, _, (keys, *values) in self.allocations:
             if owner == number:
-                copy_kv(keys, values[0] if values else None, source, target)
+                copy_kv(keys, values[0] if values else None, source, target, group=group)
 
     def _write(self, change: Change, undo: bool = False) -> None:
         """Let the tensors follow `change`, which the ledger has yet to commit. Copies go to free

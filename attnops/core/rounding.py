@@ -4,11 +4,13 @@ together from."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnops.core.arguments import QUANTISED
+from attnops.core.record import changed
 
 Allowed = dict[str, "float | Tensor"]
 """The absolute error that each result may have."""
@@ -28,6 +30,13 @@ def roundoff(dtype: torch.dtype) -> float:
 def step(dtype: torch.dtype) -> float:
     """Half the least subnormal step."""
     return roundoff(dtype) * torch.finfo(dtype).smallest_normal
+
+
+def in_float64(call: Any) -> Any:
+    """The call with its tensors of floats in float64."""
+    tensors = {a.name: getattr(call, a.name) for a in call.spec.args if a.tensor}
+    floats = {n: x for n, x in tensors.items() if x is not None and x.is_floating_point()}
+    return changed(call, **{n: x.double() for n, x in floats.items()})
 
 
 def largest(x: Tensor | None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,11 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
         finally:
             if paged is not None:
                 _take_back(paged, generation, result)
-            handle._took = handle._taken(generation)
+            took = handle._taken(generation)
+            rounds = generation.rounds
+            if handle.decode.speculate is not None and not rounds:
+                rounds = "nothing was drafted: its loop or its cache is transformers' own"
+            handle._took = replace(took, rounds=rounds)
 
 
 @contextmanager

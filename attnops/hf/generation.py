@@ -54,6 +54,8 @@ class Generation:
     ran it.
     loop: why the loop around its steps is transformers' own, "" where it is not
     (attnops.hf.steps.decode_loop).
+    drafts: tokens of a row that a round verifies, of which all but one are drafts; 0: none is
+    drafted. rounds: what they were worth, or why there were none; "" where none was asked for.
     waits: why its last step had no graph yet; "" where it had one.
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
@@ -77,6 +79,8 @@ class Generation:
     graphs: str = ""
     layers: str = ""
     loop: str = ""
+    drafts: int = 0
+    rounds: str = ""
     waits: str = ""
     last: tuple[Any, ...] = ()
     prepared: tuple[Any, ...] = ()

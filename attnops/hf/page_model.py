@@ -133,7 +133,7 @@ class PagedMode:
             self.decode = checked(decode, owner, device, self.states, self.latents)
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
-        self.loop = Loop()
+        self.loop = Loop(decode.speculate)
         self.early = EarlyPrompts()
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
@@ -374,7 +374,8 @@ class PagedMode:
         is to run it."""
         logits = None
         if calls.serves(kwargs, cache) and generation.checked is cache.state.pages.pad:
-            logits = decoder.try_step(kwargs["input_ids"], cache, kwargs.get("position_ids"))
+            asked = calls.Asks(kwargs["input_ids"], kwargs.get("position_ids"))
+            logits = decoder.try_step(asked, cache)
         # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
         if logits is None and generation.checked is not None and calls.could_serve(kwargs, cache):
             decoder.plain_steps += 1

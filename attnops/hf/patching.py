@@ -41,6 +41,7 @@ from attnops.hf.report import UNSETTLED, Report, Took, attending, notes_of, said
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.reasons import callers_choice
+from attnops.hf.steps.speculate import Speculate, check
 from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
@@ -418,6 +419,7 @@ def patch(
     mask: Mode = "auto",
     cache: Kept = "auto",
     decode: Literal["auto", "hf", "piecewise", "breakable"] | Decode = "auto",
+    speculate: Speculate = None,
 ) -> Patched:
     """Route the attention of a transformers model through `attnops.attention`. In place, and
     reversible.
@@ -459,6 +461,11 @@ def patch(
             graphs (docs/graphs.md) over pages, captured when a bucket of rows is first met; "hf",
             as transformers does it; "auto": on a GPU graphs that need no compiler, and
             piecewise ones after `Patched.capture`. A `Decode` has more to set.
+        speculate: what drafts tokens that a step of `generate()` then verifies at once
+            (docs/speculation.md): "lookup": the row's own text; a patched transformers model with
+            the same words; an object with `propose`, see `attnops.nn.Draft`. None: nothing, but
+            where a call has transformers' `prompt_lookup_num_tokens=` or `assistant_model=`. Greedy
+            tokens are those of plain decoding, and samples have its distribution.
 
     Returns:
         The handle. A second call on the same model returns the same handle.
@@ -475,6 +482,8 @@ def patch(
     asked = Options(kernel, mask, cache)
     implementation(asked)
     how = decode if isinstance(decode, Decode) else Decode(decode)
+    if speculate is not None:
+        how = replace(how, speculate=speculate)
     paged = _forced(asked, how)
     need(
         not paged or mask != "additive",
@@ -491,6 +500,7 @@ def patch(
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
+    check(how.speculate, owner)
     with PATCHING:
         return _patched(model, owner, asked, how)
 

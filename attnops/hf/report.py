@@ -29,6 +29,7 @@ class Took:
     neither.
     loop: the reason why no graph chose the tokens of the steps in graphs, "" where one did.
     prompt: "compiled" or "captured", the layers that ran its prompt; "" for the model's own.
+    rounds: what drafts were worth, or why there were none; "" where none were asked for.
     """
 
     cache: str
@@ -36,12 +37,15 @@ class Took:
     why: str = ""
     loop: str = ""
     prompt: str = ""
+    rounds: str = ""
 
     def __str__(self) -> str:
         decode = f", decode={self.decode}" if self.decode else ""
         prompt = f", prompt={self.prompt}" if self.prompt else ""
         loop = f"; tokens chosen without a graph: {self.loop}" if self.loop else ""
-        return f"cache={self.cache}{decode}{prompt}" + (f": {self.why}" if self.why else "") + loop
+        rounds = f"; {self.rounds}" if self.rounds else ""
+        why = f": {self.why}" if self.why else ""
+        return f"cache={self.cache}{decode}{prompt}{why}{loop}{rounds}"
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ from attnops.ops.sparse.vertical_slash import (
     vertical_slash_attention as vertical_slash_attention,
     vertical_slash_indexes as vertical_slash_indexes,
 )
+from attnops.ops.speculation.record import accept as accept, lookup_drafts as lookup_drafts
+from attnops.ops.speculation.sampled import accept_sampled as accept_sampled
 
 for _name, _value in [*globals().items()]:
     if isfunction(_value) and _value.__module__.startswith("attnops."):

@@ -35,9 +35,13 @@ def write(f: Features, tokens: int, page: int = 16, op: str = "write_kv", **more
     return make_call(op, source(), scattered(tokens), -(-tokens // page), page, f, **more)
 
 
-def copy(entries: int, layers: int = 4, f: Features = LLAMA, latents: bool = False) -> Call:
-    pairs = tuple(enumerate(source().permutation(entries)))
-    return make_call("copy_kv", source(), pairs, layers, -(-entries // 16), 16, f, latents=latents)
+def copy(
+    entries: int, layers: int = 4, f: Features = LLAMA, latents: bool = False, group: int = 0
+) -> Call:
+    order = source().permutation(group or entries)
+    pairs = tuple((i, i - i % len(order) + order[i % len(order)]) for i in range(entries))
+    more = {"latents": latents, "group": group}
+    return make_call("copy_kv", source(), pairs, layers, -(-entries // 16), 16, f, **more)
 
 
 def table(batch: int, width: int = 512, page: int = 16) -> Call:
@@ -70,6 +74,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "write_latent_packed": partial(write, DEEPSEEK, 4096, 64, op="write_latent_packed"),
     **{f"copy_kv_{n}": partial(copy, n) for n in (1, 7, 64, 256, 257, 4000)},
     "copy_kv_layers": partial(copy, 200, 40),
+    "copy_kv_groups": partial(copy, 4000, 8, group=100),
     "copy_kv_float8": partial(copy, 100, 8, replace(LLAMA, kv_dtype=E4M3)),
     "copy_kv_latents": partial(copy, 33, 8, Features(dtype=BF16, head_dim=576), True),
     "copy_kv_latents_packed": partial(
@@ -133,10 +138,10 @@ def test_every_number_is_rounded_as_the_reference_does(
             )
 
 
-@pytest.mark.parametrize("entries", [16, 100, 256])
-def test_a_copy_reads_before_it_writes(entries: int) -> None:
+@pytest.mark.parametrize(("entries", "group"), [(16, 0), (100, 0), (256, 0), (400, 40)], ids=str)
+def test_a_copy_reads_before_it_writes(entries: int, group: int) -> None:
     """Again and again: an order that is left to chance comes out wrong now and then."""
-    call = copy(entries, 32)
+    call = copy(entries, 32, group=group)
     t = call.arguments
     k, v, target = t["k_pages"], t["v_pages"], t["target"]
     want = [x.flatten(1, 2).clone() for x in (k, v)]

@@ -32,7 +32,7 @@ def test_the_draw_is_that_of_multinomial(shape):
         torch.manual_seed(seed)
         want, after = torch.multinomial(probabilities, 1).squeeze(1), torch.get_rng_state()
         torch.manual_seed(seed)
-        assert torch.equal(tail._drawn(probabilities, noise.exponential_()), want)
+        assert torch.equal(tail.drawn(probabilities, noise.exponential_()), want)
         assert torch.equal(torch.get_rng_state(), after)
 
 

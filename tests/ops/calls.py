@@ -68,6 +68,8 @@ NUMBERS: dict[str, Any] = {
     "num_tokens": 3,
     "page_size": 2,
     "num_pages": 4,
+    "max_ngram": 2,
+    "num_drafts": 2,
     "q_heads": 4,
     "kv_heads": 2,
     "head_dim": 8,

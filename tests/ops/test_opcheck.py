@@ -135,6 +135,7 @@ PLAIN = {
     "merge_states": ((5, 3, 2, 4),),
     "causal_conv1d": ((3, 2), 4, 3),
     "gated_delta_rule": ((3, 2), 1, 2, 4, 3),
+    "mamba2_scan": ((3, 2), 1, 2, 4, 3, {"dt_softplus": True}),
 }
 """Rows of ops that have none of the features."""
 SQUARE = ("bfloat16",)

@@ -87,7 +87,7 @@ def test_hints_change_no_result():
     op."""
     hints = {a.name for op in OPS.values() for a in op.spec.args if a.hint}
     of_plans = {"seq_lens_cpu", "cu_seqlens_q_cpu"}
-    assert hints == {"plan", "padded", "holes", "workspace", "stale"} | of_plans
+    assert hints == {"plan", "padded", "holes", "workspace", "stale", "group"} | of_plans
 
 
 @pytest.mark.parametrize("argument", ["slope", "bright"])

@@ -12,10 +12,14 @@ from attnops.testing import Call, Source, make_call
 from tests.ops.calls import FUNCTIONS
 
 F32, BF16 = torch.float32, torch.bfloat16
-RULE, HEADS = "gated_delta_rule", (1, 2, 3, 2)
+RULE, SCAN, HEADS = "gated_delta_rule", "mamba2_scan", (1, 2, 3, 2)
+STEPS = {"dt_bias": True, "dt_softplus": True, "d": True}
 CASES = {
     "rule": (RULE, (2, 0, 3), *HEADS, {"normalize": True}),
     "rule_of_chunks": (RULE, (66, 1, 130), *HEADS, {"padding": None}),
+    "scan": (SCAN, (2, 0, 3), *HEADS, STEPS | {"dt_min": 0.5, "dt_max": 1.2}),
+    "scan_of_chunks": (SCAN, (66, 1, 130), *HEADS, STEPS | {"padding": None}),
+    "scan_of_plain_steps": (SCAN, (2, 0, 3), *HEADS),
     "conv": ("causal_conv1d", (2, 0, 3), 2, 3, {"activation": "silu", "bias": True}),
     "conv_longer_state": ("causal_conv1d", (1, 5, 1), 2, 3, {"kept": 4, "padding": None}),
 }

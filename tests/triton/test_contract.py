@@ -32,6 +32,7 @@ ATTENTION = (
     "merge_states",
 )
 GRADIENTS = ("attention_backward", "varlen_attention_backward")
+ROUND = ("lookup_drafts", "accept", "accept_sampled")
 DATA = (
     "write_kv",
     "write_latent",
@@ -41,7 +42,7 @@ DATA = (
     "decode_rows",
     "named_pages",
 )
-RANDOM = dict.fromkeys((*ATTENTION, *DATA, "route"), 20) | {
+RANDOM = dict.fromkeys((*ATTENTION, *DATA, *ROUND, "route"), 20) | {
     "linear": 15,
     "rms_norm": 15,
     "experts": 12,

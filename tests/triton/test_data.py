@@ -166,6 +166,24 @@ def test_copies_that_overlap(entries):
         check_bits(call)
 
 
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("requests", "depth"), [(45, 7), (3, 256)], ids=str)
+@interpreted
+def test_groups_of_a_copy_take_one_launch(requests, depth):
+    """Accepted paths of many requests, whose slots lie across each other's."""
+    source, places = Source(depth), Source(1).permutation(requests * depth)
+    pairs = [
+        (places[first + i], places[first + to])
+        for first in range(0, requests * depth, depth)
+        for to, i in enumerate(source.permutation(depth))
+    ]
+    f = Features(dtype=BF16, head_dim=24, v_head_dim=40, kv_heads=3)
+    call = make_call("copy_kv", Source(1), pairs, 3, requests * depth, 1, f, group=depth)
+    with patch("attnops.kernels.triton.launch.data._copy_through") as through:
+        check_bits(call)
+    assert not through.called
+
+
 @pytest.mark.full
 @interpreted
 def test_long_tables():

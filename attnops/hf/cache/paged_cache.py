@@ -598,7 +598,8 @@ def described(
     rows, device = before.shape[0], before.device
     positions = (before[:, None] + torch.arange(count, device=device)).reshape(-1)
     if real is not None:
-        positions = torch.where(real, positions, -1)
+        each = real if count == 1 else real[:, None].expand(rows, count).reshape(-1)
+        positions = torch.where(each, positions, -1)
     owner = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
     cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * count
     return pages.step(Tokens(positions, owner, cu_seqlens_q, count), before, heads, planned)

@@ -1,5 +1,6 @@
 """The layers with states of transformers models through the ops of `attnops.ops.recurrent` where a
-kernel of attnops is chosen, without gradients; all other calls are transformers' own.
+kernel of attnops is chosen, and where several texts share a row, with gradients and in compiled
+code; all other calls are transformers' own.
 
 A module becomes an object of a subclass of its class, as routers do. Its forward is that of the
 class with other functions in place of those that the code of its file calls by name. Each has the
@@ -110,7 +111,7 @@ def _kernels(swap: Swap) -> str:
         return f"{own}, for no kernel of attnops is chosen on {weight.device.type}{lacks}"
     if others:
         return f"{ours} in graphs, and {own} outside of them{lacks}"
-    return f"{ours} without gradients and outside of torch.compile, and {own} else{lacks}"
+    return f"{ours}{lacks}"
 
 
 def _packages(cls: Any) -> list[str]:
@@ -139,8 +140,8 @@ def served(cls: Any) -> type:
         states = None if cache is None else cache.layers[self.layer_idx]
         if isinstance(states, StateLayer):
             states.begin(hidden_states.shape[0])
-        stock = torch.is_grad_enabled() or is_dynamo_compiling() or is_recorded() or tracing()
-        run = cls.forward if stock or _MARK not in vars(self) else ours
+        stock = not is_dynamo_compiling() and (is_recorded() or tracing())
+        run = cls.forward if stock or getattr(self, _MARK, None) is None else ours
         out = run(self, hidden_states, *args, **kwargs)
         if isinstance(states, StateLayer):
             states.end()
@@ -186,11 +187,15 @@ def _replacements(cls: Any, view: Any = None) -> dict[str, Function]:
     """What takes the place of the functions that the module calls, see `Make`. Outside of graphs a
     package that is installed keeps those that it serves."""
     code: Any = inspect.unwrap(cls.forward)
-    own = {name: code.__globals__[name] for name in _called(code)}
-    return {
+    known = code.__globals__
+    own = {name: known[name] for name in _called(code)}
+    taken = {
         name: run if view is None and of_package(run) else OURS[name](run, view)
         for name, run in own.items()
     }
+    if scans.FUSED in known and not of_package(known[scans.FUSED]):
+        taken[scans.FUSED] = scans.not_fused
+    return taken
 
 
 def _called(code: Any) -> tuple[str, ...]:

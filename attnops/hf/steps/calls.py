@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,44 @@ from attnops.hf.attention.descriptor import tracing
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.around import function_modes
-from attnops.hf.steps.compiled_layers import logits_of, starts
+from attnops.hf.steps.compiled_layers import logits_of, place, starts
 
 Kind = Literal["one row", "more rows", "prompt"]
+
+
+class Asks(NamedTuple):
+    """A step that is asked for.
+
+    input_ids, position_ids: int64 `[B, N]`. lengths: int64 `[B]`, the tokens that each row has in
+    its pages, of a step that verifies drafts; None: one token a row, behind those that the cache
+    counts.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor | None
+    lengths: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def queries(self) -> int:
+        """Tokens of a row in a step that verifies; 0 for one that does not."""
+        return 0 if self.lengths is None else self.input_ids.shape[1]
+
+    def given(self, live: Tensor) -> dict[str, Tensor]:
+        """The arguments of its graph. live: `[B]`."""
+        assert self.position_ids is not None
+        if self.lengths is None:
+            return {"input_ids": self.input_ids, "position_ids": self.position_ids, "live": live}
+        return {
+            "tokens": self.input_ids.reshape(-1),
+            "positions": self.position_ids.reshape(-1),
+            "lengths": self.lengths,
+            "live": live,
+        }
+
 
 # Arguments of generate() at a step of one token. Masks are known, the last four have one meaning
 # for one token, and tokenizers are for stopping criteria, though transformers hands them on to the
@@ -165,6 +200,40 @@ def plain_step(
         position_ids = positions(cache.state, input_ids.shape[0])
     with torch.no_grad():
         return logits_of(forward, argument, input_ids, position_ids, cache)
+
+
+def verify_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
+    """A step that verifies drafts: some tokens of each row, behind those that the row keeps. Rows
+    keep different numbers of drafts, so the step is told the tokens of each, see `place`.
+
+    argument: the name of the model's cache.
+    """
+
+    def verify(
+        tokens: Tensor, positions: Tensor, lengths: Tensor, live: Tensor, cache: PagedModelCache
+    ) -> Any:
+        """tokens, positions: int64 `[B * N]`. lengths: int64 `[B]`. live: as of `step_of`."""
+        state, rows = cache.state, live.shape[0]
+        ids, at = tokens.view(rows, -1), positions.view(rows, -1)
+        place(state.pages, lengths, live)
+        state.start, state.real = starts(state.pages, live, ids.shape[1])
+        try:
+            return logits_of(forward, argument, ids, at, cache)
+        finally:
+            state.start = state.real = None
+
+    return verify
+
+
+def plain_verify(owner: Any, asked: Asks, cache: PagedModelCache) -> Tensor:
+    """Logits `[B, N, V]` of a step that verifies, by the own forward of a patched model."""
+    assert asked.lengths is not None
+    own = verify_of(vars(owner)["forward"].original, cache_names.argument_of(owner))
+    try:
+        found: Tensor = own(**asked.given(torch.ones_like(asked.lengths)), cache=cache)
+        return found
+    finally:
+        cache.state.end_step()
 
 
 def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:

@@ -17,13 +17,13 @@ from torch import Tensor
 from attnops.cache.paged import ordinary
 from attnops.core.errors import NotCapturable, one_line
 from attnops.graphs import Graphed
-from attnops.graphs.buckets import Kind as BucketKind
+from attnops.graphs.buckets import Bucket, Kind as BucketKind
 from attnops.graphs.capturing import chain_of
 from attnops.hf.cache.idle_pages import gpu_bytes
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.generation import running_generation
-from attnops.hf.steps.calls import Kind
+from attnops.hf.steps.calls import Asks, Kind
 from attnops.kernels.shared.launch.beside import BESIDE
 
 MOST = 64
@@ -79,8 +79,8 @@ class Over:
     """Graphs over one set of pages.
 
     cache: a cache of ours over the pages. mode: of the steps; of chunks see `of_prompts`.
-    live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. seen: chunks that ran,
-    by bucket.
+    live: ones int64 `[rows]`, which mark rows of a step; empty for chunks. queries: tokens of each
+    row of a step that verifies; 0: one, of a step that does not. seen: chunks that ran, by bucket.
     counted: buckets that `grew` has seen.
     steps_first: have steps of the same call no graph yet? Chunks get theirs a call later.
     building: what captures wait for, once they were begun: by bucket of steps, and by `_of_chunks`.
@@ -90,6 +90,7 @@ class Over:
     graphed: Graphed
     mode: str
     live: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    queries: int = 0
     seen: Counter[Any] = field(default_factory=Counter)
     counted: int = 0
     steps_first: bool = False
@@ -103,13 +104,14 @@ class Over:
     def given(self, rows: int) -> dict[str, Any]:
         """Arguments of a decode step, as far as a capture reads them."""
         live = self.live[:rows]
-        ids = live[:, None]
-        return {"input_ids": ids, "position_ids": ids, "live": live, "cache": self.cache}
+        ids = live[:, None].expand(rows, max(1, self.queries))
+        asked = Asks(ids, ids, live if self.queries else None)
+        return {**asked.given(live), "cache": self.cache}
 
     def begin(self, rows: int) -> None:
         """Begin to build what the capture of a decode step of so many rows will wait for, once a
         bucket."""
-        self._begin(self.graphed.buckets.find("decode", rows, rows), self.given(rows))
+        self._begin(self._step(rows), self.given(rows))
 
     def begin_chunk(self, tokens: int) -> None:
         """As `begin`, of a chunk of so many tokens: once for few tokens, and once for more, which
@@ -128,7 +130,7 @@ class Over:
     def is_step_built(self, rows: int) -> bool:
         """Is all compiled by now that the capture of such a step waits for, as far as it was
         begun?"""
-        found = self.building.get(self.graphed.buckets.find("decode", rows, rows))
+        found = self.building.get(self._step(rows))
         return found is None or found.done()
 
     def is_chunk_built(self, tokens: int) -> bool:
@@ -148,6 +150,16 @@ class Over:
         by_request = dict.fromkeys(graphed.requests, some(self.cache.max_batch))
         return {**by_token, **by_request, "cache": self.cache}
 
+    def _step(self, rows: int) -> Bucket | None:
+        """The bucket of a step of so many rows."""
+        tokens = rows * max(1, self.queries)
+        kind: BucketKind = "decode" if tokens == rows else "verify"
+        return self.graphed.buckets.find(kind, tokens, rows, max(1, self.queries))
+
+    def has_step(self, rows: int) -> bool:
+        """Is there a graph for a step of so many rows?"""
+        return self.graphed.holds(self._step(rows))
+
     def captured(self, kind: BucketKind, tokens: int, requests: int) -> bool:
         """Is there a graph for this kind of batch and so many tokens and requests?"""
         return self.graphed.holds(self.graphed.buckets.find(kind, tokens, requests))
@@ -164,11 +176,11 @@ def _of_chunks(tokens: int) -> str:
     return "few tokens" if tokens <= FEW else "more tokens"
 
 
-def over_steps(cache: PagedModelCache, graphed: Graphed, mode: str) -> Over:
-    """Graphs of decode steps."""
+def over_steps(cache: PagedModelCache, graphed: Graphed, mode: str, queries: int) -> Over:
+    """Graphs of decode steps, or of those that verify `queries` tokens of each row."""
     with ordinary():
         live = torch.ones(cache.max_batch, dtype=torch.int64, device=cache.state.pages.seen.device)
-    return Over(cache, graphed, mode, live)
+    return Over(cache, graphed, mode, live, queries)
 
 
 class Kept(NamedTuple):
@@ -193,7 +205,7 @@ class Kept(NamedTuple):
         if running is None or running.asked is None or running.asked.length <= columns:
             return False
         steps = [each for (own, _), each in self.over.items() if own is pages and each.live.numel()]
-        return not any(each.captured("decode", rows, rows) for each in steps)
+        return not any(each.has_step(rows) for each in steps)
 
     @property
     def compiled(self) -> bool:
@@ -270,13 +282,17 @@ class Captures:
         devices = {over.cache.state.pages.sizes.device for over in self}
         return min(map(most_graph_bytes, devices), default=0)
 
-    def notes(self) -> tuple[str, ...]:
-        """What was freed, for the report."""
-        if not self.freed:
-            return ()
-        freed = f"graphs of {self.freed} states of the model were freed"
-        budget = f"the budget of {self.budget / 2**20:.1f} MiB (Decode.budget_bytes) or "
-        return (f"{freed}, over {budget if isfinite(self.budget) else ''}{MOST} states",)
+    def notes(self, aside: str, anew: str) -> Iterator[str]:
+        """Why there are no graphs, what was captured anew, and what was freed, for the report.
+        aside, anew: see `Decoder`."""
+        if aside:
+            yield f"decode steps and prompts have no graphs: {aside}"
+        if anew:
+            yield f"graphs were last captured anew for a change of {anew}"
+        if self.freed:
+            freed = f"graphs of {self.freed} states of the model were freed"
+            budget = f"the budget of {self.budget / 2**20:.1f} MiB (Decode.budget_bytes) or "
+            yield f"{freed}, over {budget if isfinite(self.budget) else ''}{MOST} states"
 
     def use(self, state: ModelState, taken: Counter[Kind]) -> Kept:
         """The graphs of a state, which is in use from now on.
@@ -394,6 +410,12 @@ def of_prompts(recorded: bool, fresh: bool) -> str:
     """The mode of graphs of prompts, among the modes of steps. fresh: of chunks whose requests have
     no tokens before them."""
     return f"{'first' if fresh else 'later'} chunks, {'recorded' if recorded else 'compiled'}"
+
+
+def of_steps(word: str, queries: int) -> str:
+    """The word for the mode or the kind of steps. Those that verify `queries` tokens of a row have
+    one of their own."""
+    return f"{word}, {queries} tokens a row" if queries else word
 
 
 def remember(found: dict[Key, Value], key: Key, value: Value) -> Value:

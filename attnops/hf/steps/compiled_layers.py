@@ -33,25 +33,39 @@ NOTHING = -1
 _STOP = "attnops: rows that the step before did not have, or a cache that is full"
 
 
-def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> Callable[..., Any]:
+def layered(
+    forward: Callable[..., Any], model: nn.Module, regions: Regions, verifies: bool = False
+) -> Callable[..., Any]:
     """A decode step of the model, as `starts` and `forward` make it, that calls its layers through
     `regions`.
 
     So are the modules beside the layers, such as a norm, and the tensor code that begins the step.
-    Raises NotRegional when called.
+    verifies: it is one of `verify_of`. Raises NotRegional when called.
     """
 
-    def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
+    def step(
+        input_ids: Tensor,
+        position_ids: Tensor,
+        live: Tensor,
+        cache: PagedModelCache,
+        lengths: Tensor | None = None,
+    ) -> Any:
         layers, beside = modules_of(model, cache)
         try:
             here = Here(regions, cache, live.shape[0], threading.get_ident())
-            here.begin(live)
+            here.begin(live, lengths, input_ids.shape[1])
             with here.calls(layers, beside):
                 return logits_of(forward, argument_of(model), input_ids, position_ids, cache)
         finally:
             cache.state.end_step()
 
-    return step
+    def verify(
+        tokens: Tensor, positions: Tensor, lengths: Tensor, live: Tensor, cache: PagedModelCache
+    ) -> Any:
+        rows = live.shape[0], -1
+        return step(tokens.view(rows), positions.view(rows), live, cache, lengths)
+
+    return verify if verifies else step
 
 
 def logits_of(
@@ -67,33 +81,51 @@ def logits_of(
     return logits
 
 
-def starts(pages: ModelPages, live: Tensor) -> tuple[Tensor, Tensor]:
-    """(int64 `[B]`, the padding; bool `[B]`, is the row stored?) of a step of one token.
+def starts(pages: ModelPages, live: Tensor, queries: int = 1) -> tuple[Tensor, Tensor]:
+    """(int64 `[B]`, the padding; bool `[B]`, is the row stored?) of a step of `queries` tokens.
 
     live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket.
     """
     # A slice may be shorter to torch 2.11
     pad, real = pages.pad.narrow(0, 0, live.shape[0]), live != 0
-    assert_async((~real | ((pad < EMPTY) & (pages.seen < pages.most))).all(), _STOP)
+    last = pages.seen + (queries - 1) if queries > 1 else pages.seen
+    assert_async((~real | ((pad < EMPTY) & (last < pages.most))).all(), _STOP)
     # A padding row stores no token and reads the first slot of its pages, so that no kernel meets a
     # length of 0.
     return torch.where(real, pad, pages.seen), real
 
 
+def place(pages: ModelPages, lengths: Tensor, live: Tensor) -> None:
+    """Count `lengths` int64 `[B]` tokens in the pages of each row, whatever was counted before. All
+    rows end at one position, behind padding. live: as in `starts`."""
+    real = live != 0
+    seen = torch.where(real, lengths, 0).amax()
+    pages.seen.copy_(seen)
+    pages.advance(torch.where(real, seen - lengths, EMPTY), 0)
+
+
 def _begin(
-    pages: ModelPages, live: Tensor, heads: int, planned: bool
+    pages: ModelPages,
+    live: Tensor,
+    heads: int,
+    planned: bool,
+    lengths: Tensor | None = None,
+    count: int = 1,
 ) -> tuple[Tensor, Tensor, PagedBatch]:
-    """(the padding, positions before the step, its batch). The step counts as seen."""
-    (start, real), before = starts(pages, live), pages.seen.clone()
-    batch = described(pages, before - start, real, 1, heads, planned)
-    pages.advance(torch.where(real, start, EMPTY), 1)
+    """(the padding, positions before the step, its batch). The step of `count` tokens a row counts
+    as seen. lengths: see `place`; None: the tokens that the pages count."""
+    if lengths is not None:
+        place(pages, lengths, live)
+    (start, real), before = starts(pages, live, count), pages.seen.clone()
+    batch = described(pages, before - start, real, count, heads, planned)
+    pages.advance(torch.where(real, start, EMPTY), count)
     return start, before, batch
 
 
 @dataclass(frozen=True)
 class Here:
-    """A step under way in a thread, of `rows` rows of one token each, or packed: of `rows` tokens
-    of a prompt in one row.
+    """A step under way in a thread, of `rows` rows of as many tokens each, or packed: of `rows`
+    tokens of a prompt in one row.
 
     twins: of layers of a packed step that have not changed since.
     batches: of the step, by page table.
@@ -123,8 +155,8 @@ class Here:
             for module in (*layers, *beside):
                 vars(module).pop("forward", None)
 
-    def begin(self, live: Tensor) -> None:
-        """Begin the step of the cache."""
+    def begin(self, live: Tensor, lengths: Tensor | None, count: int) -> None:
+        """Begin the step of the cache, of `count` tokens a row. lengths: as in `_begin`."""
         state, rows = self.cache.state, self.rows
         pages = state.pages
         any_size = copy.copy(pages)
@@ -132,12 +164,13 @@ class Here:
         any_size.tables = tuple(self.regions.varying(table[:rows], 0, 1) for table in pages.tables)
         plans = pages.plans()
         planned = plans is not None and plans.whole
-        given = any_size, live, pages.sizes.layers[0].q_heads, planned
+        given = any_size, live, pages.sizes.layers[0].q_heads, planned, lengths, count
         state.start, state.before, batch = self.regions(_begin, rows, given, {})
         planners = () if plans is None else plans.planners
-        state.step = Step(batch, (), False, pages.one_launch(), planners)
+        one_launch = pages.one_launch() if count == 1 else ()
+        state.step = Step(batch, (), False, one_launch, planners)
         state.filled = True
-        state.unfinished = 1
+        state.unfinished = count
 
     def layer(self, layer: Any, number: int, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward."""
@@ -193,7 +226,7 @@ class Here:
         # Sliding layers whose pages hold the whole text, or less, share code once their windows are
         # compared.
         window = 0 if _within(mask, window) else window
-        one_launch = not self.packed and step.one_launch[at]
+        one_launch = bool(step.one_launch) and step.one_launch[at]
         return View(
             own,
             window,

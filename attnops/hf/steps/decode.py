@@ -31,6 +31,7 @@ from attnops.hf.cache.names import argument_of, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.generation import after_others, look_again
 from attnops.hf.steps.calls import (
+    Asks,
     Kind,
     kind_of,
     modes_now,
@@ -47,6 +48,7 @@ from attnops.hf.steps.captures import (
     Over,
     cannot_compile,
     of_prompts,
+    of_steps,
     over_steps,
     remember,
     why_steps,
@@ -134,36 +136,32 @@ class Decoder:
         over = None if self._latest is None else self._latest()
         return None if over is None else over.graphed
 
-    def _mode(self, rows: int) -> str:
+    def _mode(self, rows: int, queries: int = 0) -> str:
         """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked
-        at."""
+        at. queries: as `Asks` has it; steps that verify have no compiled layers."""
         if self.how.mode != "auto":
             return self.how.mode
         # Compiled code rounds in other places, and under such a policy bits may not follow from the
         # steps before.
         reached = self._kept.reached(kind_of(rows), self.how.compile_after)
         due = reached and not deterministic(active_policy())
-        modes = ("piecewise", "breakable") if self._at_once or due else ("breakable",)
-        return next(
-            (mode for mode in modes if self._kind(rows, mode) not in self.failures.lasting), "hf"
-        )
+        compiled = (self._at_once or due) and not queries
+        modes = ("piecewise", "breakable") if compiled else ("breakable",)
+        failed = self.failures.lasting
+        return next((m for m in modes if self._kind(rows, m, queries) not in failed), "hf")
 
-    def _kind(self, rows: int, mode: str = "breakable") -> Failed:
-        return Failed(self._state, kind_of(rows), mode)
+    def _kind(self, rows: int, mode: str = "breakable", queries: int = 0) -> Failed:
+        return Failed(self._state, of_steps(kind_of(rows), queries), mode)
 
     def notes(self) -> tuple[str, ...]:
         """How far steps are on their way to compiled ones, how prompts ran, the linears of compiled
         steps, and the kinds of steps without graphs, for the report."""
-        aside = (f"decode steps and prompts have no graphs: {self.aside}",) if self.aside else ()
-        anew = (f"graphs were last captured anew for a change of {self.anew}",) if self.anew else ()
         waits = self.how.mode == "auto" and not (self._at_once or deterministic(active_policy()))
         return (
             *(self._kept.notes(self.how.compile_after) if waits else ()),
             *self.prompts.notes(),
             *summary(self.products),
-            *aside,
-            *anew,
-            *self.captures.notes(),
+            *self.captures.notes(self.aside, self.anew),
             *self.failures.notes(),
         )
 
@@ -192,91 +190,77 @@ class Decoder:
         cache: of this model, with a first step behind it, of as many rows.
         """
         state = state_of_step(input_ids, cache, position_ids)
+        forward = self._forward
         with self.turn:
             self._look(state)
-            if runs_hooks(
-                self._model
-            ):  # which see calls of the model; those of its parts set steps aside
-                return plain_step(
-                    self._model, input_ids, cache, position_ids, argument_of(self._model)
-                )
-            if not self.aside:
+            if runs_hooks(self._model):
+                forward = self._model  # they see calls of it; those of its parts set steps aside
+            elif not self.aside:
                 try:
-                    logits = self._replayed(input_ids, state, position_ids)
+                    logits = self._replayed(Asks(input_ids, position_ids), state)
                     if logits is not None:
                         return logits
                     self.plain_steps += 1
                     self.look = True
                 except SideEffect as error:
                     self._set_aside(error, state)
-            return plain_step(
-                self._forward, input_ids, cache, position_ids, argument_of(self._model)
-            )
+            return plain_step(forward, input_ids, cache, position_ids, argument_of(self._model))
 
-    def _replayed(
-        self, input_ids: Tensor, state: State, position_ids: Tensor | None
-    ) -> Tensor | None:
+    def _replayed(self, asked: Asks, state: State) -> Tensor | None:
         """None: kernels of the step are still being compiled."""
-        rows = input_ids.shape[0]
-        with self._graphs_of(state, rows) as found:
+        rows = asked.rows
+        with self._graphs_of(state, rows, asked.queries) as found:
             may_wait = self.how.mode == "auto" and not self._at_once
             state.waits = may_wait and awaits_kernels(found, rows)
             if state.waits:
                 return None
-            live = found.live[:rows]
-            if position_ids is None:
-                position_ids = positions(state, rows)
-            logits: Tensor = found.graphed(
-                input_ids=input_ids, position_ids=position_ids, live=live, cache=found.cache
-            )
-            self._kept.taken[kind_of(rows)] += 1
+            if asked.position_ids is None:
+                asked = asked._replace(position_ids=positions(state, rows))
+            logits: Tensor = found.graphed(**asked.given(found.live[:rows]), cache=found.cache)
+            if not asked.queries:
+                self._kept.taken[kind_of(rows)] += 1
             state.rows = rows
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
 
-    def try_step(
-        self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None
-    ) -> Tensor | None:
-        """As `step`. None where the model's own forward is to run the step, and the cache is as
-        before: the step is set `aside`, or, with mode "auto", graphs cannot be made, and `failures`
-        has the reason, or their kernels are being compiled."""
+    def try_step(self, asked: Asks, cache: PagedModelCache) -> Tensor | None:
+        """As `step`; `[B, N, V]` of one that verifies, which mode "auto" alone has. None where the
+        model's own forward is to run the step, and the cache is as before: the step is set `aside`,
+        or, with mode "auto", graphs cannot be made, and `failures` has the reason, or their kernels
+        are being compiled."""
         with self.turn:
             if cache.state in self._without:
                 return None
             try:
                 if self.how.mode == "auto":
-                    return self._tried(input_ids, cache, position_ids)
+                    return self._tried(asked, cache.state)
                 self._look(cache.state)
-                return (
-                    None
-                    if self._is_aside(cache.state)
-                    else self._replayed(input_ids, cache.state, position_ids)
-                )
+                aside = self._is_aside(cache.state)
+                return None if aside else self._replayed(asked, cache.state)
             except SideEffect as error:
                 self._set_aside(error, cache.state)
         return None
 
-    def _tried(
-        self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None
-    ) -> Tensor | None:
-        rows = self._rows = input_ids.shape[0]
+    def _tried(self, asked: Asks, state: State) -> Tensor | None:
+        rows, queries = asked.rows, asked.queries
+        self._rows = rows
         while Failed(None, kind_of(rows), "breakable") not in self.failures.lasting:
             mode = "breakable"
             try:
-                self._look(cache.state)
-                if self._is_aside(cache.state) or (mode := self._mode(rows)) == "hf":
+                self._look(state)
+                if self._is_aside(state) or (mode := self._mode(rows, queries)) == "hf":
                     return None
-                logits = self._replayed(input_ids, cache.state, position_ids)
+                logits = self._replayed(asked, state)
                 if self.failures.passing and logits is not None:
-                    self.failures.done(self._kind(rows, mode))
+                    self.failures.done(self._kind(rows, mode, queries))
                 return logits
             except SideEffect:
                 raise
             except Exception as error:
-                over = self._kept.over.get((cache.state.pages, mode))
-                if over is not None and over.captured("decode", rows, rows):
+                over = self._kept.over.get((state.pages, of_steps(mode, queries)))
+                if over is not None and over.has_step(rows):
                     raise  # of a replay, not of a capture
-                if self._noted(error, self._kind(rows, mode), cache.state):
+                if self._noted(error, self._kind(rows, mode, queries), state):
                     return None
         return None
 
@@ -406,11 +390,11 @@ class Decoder:
             return report
 
     @contextmanager
-    def _graphs_of(self, state: State, rows: int) -> Iterator[Over]:
+    def _graphs_of(self, state: State, rows: int, queries: int = 0) -> Iterator[Over]:
         """The graphs over these pages, for the block alone."""
         with self.turn:
             state.pages.use()
-            found = self._of(state, rows)
+            found = self._of(state, rows, queries)
             self._latest, self.last_mode = weakref.ref(found), found.mode
             if found.graphed.ahead is None:
                 state.pages.lengths = None
@@ -480,11 +464,12 @@ class Decoder:
             self.prompts.forget()
         self.glance, self._code = glance, glance.code
 
-    def _of(self, state: State, rows: int) -> Over:
+    def _of(self, state: State, rows: int, queries: int = 0) -> Over:
         """The graphs over these pages, made now if they were not before."""
         self._look(state)
-        mode, made, pages = self._mode(rows), self._kept.over, state.pages
-        over = made.get((pages, mode))
+        mode, made, pages = self._mode(rows, queries), self._kept.over, state.pages
+        key = pages, of_steps(mode, queries)
+        over = made.get(key)
         waits = not self._at_once and self._kept.waits(self.how.compile_after)
         if mode == "piecewise" and not waits:
             self._kept.free(pages, "breakable")
@@ -495,6 +480,8 @@ class Decoder:
                 regions = self.regions = self.regions or Regions(self.how.inner, passes)
             elif self.how.mode == "auto" and not deterministic(active_policy()):
                 regions = self._kinds(pages)
-            graphed = graphed_steps(self._model, self._forward, cache, self.how, passes, regions)
-            over = made[pages, mode] = over_steps(cache, graphed, mode)
+            graphed = graphed_steps(
+                self._model, self._forward, cache, self.how, passes, regions, queries
+            )
+            over = made[key] = over_steps(cache, graphed, mode, queries)
         return over

@@ -21,9 +21,13 @@ from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.private import changed
 from attnops.hf.steps.around import flags
+from attnops.hf.steps.calls import Asks
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain, why_not_sampled
+from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.rounds import Rounds, why_no_rounds
 from attnops.hf.steps.sampler_graph import Choice, Tail
+from attnops.hf.steps.speculate import Plan, drafting, plan_of
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
 # once. More, up to _MOST_SMALL, are kept while all of them hold no more than so many bytes.
@@ -33,10 +37,11 @@ _MOST_SMALL = 64
 
 
 class Loop:
-    """The loop of one model."""
+    """The loop of one model. speculate: what drafts, where a call does not say, see `patch`."""
 
-    def __init__(self) -> None:
-        self._idle: list[Tail] = []  # the last used one last
+    def __init__(self, speculate: Any = None) -> None:
+        self._drafts = plan_of(speculate)
+        self._idle: list[Tail | Round] = []  # the last used one last
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
 
@@ -68,10 +73,15 @@ class Loop:
         """
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
-        if why := why or next(why_not_sampled(owner, args, kwargs), ""):
+        found, running = drafting(owner, args, kwargs, self._drafts), running_generation()
+        if running is not None:
+            running.rounds = found.why
+        if why := why or next(why_not_sampled(owner, args, found.kwargs), ""):
             _note(why)
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
+        if running is not None and found.plan is not None:
+            running.drafts = found.plan.form.depths[-1]
 
         # transformers looks `_sample` up on the class, where a method of one model has no place. It
         # hands its own no streamer.
@@ -92,13 +102,13 @@ class Loop:
                 streamer,
                 model_kwargs,
             )
-            return sample(asked, decoder())
+            return sample(asked, decoder(), found.plan)
 
-        return {**kwargs, "custom_generate": decode}
+        return {**found.given(), "custom_generate": decode}
 
-    def _sample(self, asked: Asked, decoder: Decoder) -> Any:
+    def _sample(self, asked: Asked, decoder: Decoder, plan: Plan | None) -> Any:
         if not (why := next(why_not_plain(asked, decoder), "")):
-            return self._run(asked, decoder)
+            return self._run(asked, decoder, plan)
         _note(why)
         owner, ids, processors, criteria, config, streamer, given = asked
         return type(owner)._sample(
@@ -111,10 +121,16 @@ class Loop:
             **given,
         )
 
-    def _run(self, asked: Asked, decoder: Decoder) -> Any:
+    def _run(self, asked: Asked, decoder: Decoder, plan: Plan | None) -> Any:
         owner, ids, processors, _, config, _, given = asked
         # A copy of the last logits, so that a long prompt's others are freed.
         logits = owner._prefill(ids, config, given, is_first_iteration=True).logits[:, -1:].clone()
+        if plan is not None:
+            kept = _is_kept(cache_in(given), asked)
+            if why := next(why_no_rounds(asked, decoder, plan.form, kept), ""):
+                plan = None
+            if (running := running_generation()) is not None:
+                running.rounds = why and f"nothing was drafted: {why}"
         choice = Choice(
             ids.device,
             rows=ids.shape[0],
@@ -125,18 +141,21 @@ class Loop:
             sampled=bool(config.do_sample),
             processors=fields(processors, ids.device),
             flags=flags(),
+            drafts=None if plan is None else plan.form,
         )
         with decoder.turn:
             tail = self._taken(choice, asked, decoder)
         try:
             _note(tail.reason)
             with owner._optimize_model_for_decode():
+                if isinstance(tail, Round) and plan is not None:
+                    return _drafted(asked, decoder, tail, logits, plan)
                 return _decoded(asked, decoder, tail, logits)
         finally:
             with decoder.turn:
                 self._put_back(tail)
 
-    def _taken(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail:
+    def _taken(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail | Round:
         """A tail of this choice, which no other call has meanwhile.
 
         A model that has moved has left those on its old device.
@@ -150,7 +169,8 @@ class Loop:
             if not tail.failures.passing:
                 return tail
         # What was not the choice's own fault is tried again.
-        tail = tail or Tail(choice, asked.processors)
+        made: type[Tail] | type[Round] = Tail if choice.drafts is None else Round
+        tail = tail or made(choice, asked.processors)
         self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
         tail.capture(self._device)
         if tail.reason:
@@ -159,7 +179,7 @@ class Loop:
             )
         return tail
 
-    def _put_back(self, tail: Tail) -> None:
+    def _put_back(self, tail: Tail | Round) -> None:
         """Keep a tail for later calls, and free those that were not used for long."""
         if tail.choice.device != self._place:  # the model has moved meanwhile
             tail.reset()
@@ -212,6 +232,18 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
     )
 
 
+def _drafted(asked: Asked, decoder: Decoder, made: Round, logits: Tensor, plan: Plan) -> Any:
+    """As `_decoded`, in rounds."""
+    rounds, draft = Rounds(asked, decoder, made), plan.drafts(asked)
+    try:
+        return rounds.run(logits, draft)
+    finally:
+        if plan.assistant is not None:
+            draft.end()
+        if (running := running_generation()) is not None:
+            running.rounds = str(rounds)
+
+
 def _is_kept(cache: Any, asked: Asked) -> bool:
     """Does the caller have the cache after the call?"""
     running = running_generation()
@@ -242,7 +274,7 @@ class _Steps:
         """Logits `[B, 1, V]` after a text of this length."""
         self._untold += 1
         logits = (
-            self._decoder.try_step(self._tail.token, self._cache, self._tail.position)
+            self._decoder.try_step(Asks(self._tail.token, self._tail.position), self._cache)
             if self._served
             else None
         )

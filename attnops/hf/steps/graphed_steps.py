@@ -19,7 +19,7 @@ from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.models.methods import modules_in, walked
 from attnops.hf.steps.around import function_modes
-from attnops.hf.steps.calls import step_of
+from attnops.hf.steps.calls import step_of, verify_of
 from attnops.hf.steps.collectives import without_collectives
 from attnops.hf.steps.compiled_layers import layered
 from attnops.hf.steps.model_state import Glance
@@ -63,6 +63,7 @@ def graphed_steps(
     how: Decode,
     passes: Passes,
     regions: Regions | None,
+    queries: int = 0,
 ) -> Graphed:
     """The graphs of steps over a cache.
 
@@ -71,26 +72,31 @@ def graphed_steps(
         passes: of compiled steps.
         regions: the layers that are compiled or recorded; None: steps are captured from eager
             code.
+        queries: tokens of each row of steps that verify drafts, which have no plans and no compiled
+            layers; 0: steps of one token.
     """
     capture: Callable[..., Graphed] = breakable
-    step = step_of(forward, argument_of(model))
+    step = (verify_of if queries else step_of)(forward, argument_of(model))
     # Compiled steps follow those without a compiler, or are asked for by capture().
     if how.mode == "auto" and (regions is None or isinstance(regions, Kinds)):
         step = without_collectives(step)
     if isinstance(regions, Kinds):
-        capture = partial(breakable, runner=PerKind(regions, layered(forward, model, regions)))
+        recorded = layered(forward, model, regions, verifies=queries > 0)
+        capture = partial(breakable, runner=PerKind(regions, recorded))
     elif regions is not None:
         in_layers = layered(forward, model, regions)
         # Positions of one row are broadcast over, those of several are not.
         whole = Traced(how.inner, one_differs=True, passes=passes)
         capture = partial(Graphed, runner=PerLayer(regions, in_layers, whole))
+    tokens = ("tokens", "positions") if queries else ()
+    sizes = decode_sizes(cache.max_batch)
     return capture(
         step,
-        Buckets(decode=decode_sizes(cache.max_batch)),
-        tokens=(),
-        requests=("input_ids", "position_ids", "live"),
+        Buckets(decode=sizes, verify=(queries,) if queries > 1 else ()),
+        tokens=tokens,
+        requests=("lengths", "live") if queries else ("input_ids", "position_ids", "live"),
         state=(*cache.state.pages.counters, *cache.state.pages.states.tensors),
-        ahead=cache.state.pages.held_plans(),
+        ahead=None if queries else cache.state.pages.held_plans(),
         over_budget=how.over_budget,
         check_every=how.check_every,
         **options_of(model, how),

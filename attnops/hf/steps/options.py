@@ -39,6 +39,7 @@ class Decode:
     pack: of recorded and piecewise layers, pack the weights of linears that share an input, so that
         they are one matrix product, and call one kernel for a linear with its norm, activation and
         residual where it is faster (docs/linear.md).
+    speculate: what drafts tokens of `generate()`, see `patch`.
     budget_bytes: the most memory of the graphs of steps and prompts. attnops frees for it those of
         the states of the model (adapters, policies, replaced weights) that were used least lately.
         Those of the state in use stay: steps, first chunks of prompts and later chunks may each
@@ -54,6 +55,7 @@ class Decode:
     over_budget: Literal["raise", "drop"] = "raise"
     check_every: int = 0
     graphs: Device | None = None
+    speculate: Any = None
 
     def __post_init__(self) -> None:
         need(

@@ -78,7 +78,7 @@ def begin(
 def awaits_kernels(over: Over, rows: int) -> bool:
     """Would the capture of a step of so many rows wait for kernels? They begin here if they have
     not begun. Not under a deterministic policy, which waits: bits may not follow from the time."""
-    found = not over.captured("decode", rows, rows)
+    found = not over.has_step(rows)
     if found:
         with contextlib.suppress(Exception):  # the capture raises it
             over.begin(rows)

@@ -240,7 +240,9 @@ def drafts(call: Call) -> tuple[int, int]:
     """(positions that drafts may reach past the last token that will be kept, the most positions of
     a step that may be taken back)."""
     if not call.assisted:
-        return 0, 0
+        running = running_generation()
+        own = 0 if running is None or running.owner is not call.owner else running.drafts
+        return own, own
     config = call.config
     looked_up = getattr(config, "prompt_lookup_num_tokens", None) or 0
     asked = getattr(config, "num_assistant_tokens", None) or 0

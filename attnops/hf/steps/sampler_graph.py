@@ -34,6 +34,7 @@ class Choice(NamedTuple):
     processors: for each the type, its fields, sorted by name, and its code; `Number` in the place
         of a number that tensors hold.
     flags: of torch.
+    drafts: how rounds draft, see `round_graph.Plan.form`; None: a token at a time.
     """
 
     device: torch.device
@@ -44,6 +45,7 @@ class Choice(NamedTuple):
     sampled: bool
     processors: tuple[Any, ...]
     flags: tuple[Any, ...] = ()
+    drafts: Any = None
 
 
 class Held:
@@ -78,7 +80,17 @@ def _copied(processor: Any, device: torch.device) -> Any:
     return ours
 
 
-def _follow(ours: Any, theirs: Any) -> None:
+def ours_of(
+    processors: Sequence[Callable[..., Any]], device: torch.device, length: Tensor
+) -> list[Any]:
+    """Copies of processors whose tensors keep their addresses. length: of the text, see `Held`."""
+    return [
+        _copied(each, device) if (found := held(each)) is None else Held(found[0].numel(), length)
+        for each in processors
+    ]
+
+
+def follow(ours: Any, theirs: Any) -> None:
     """Take the tensors and the number of a processor into a copy of one like it, or the tokens and
     the length into a `Held`."""
     if (found := held(theirs)) is not None:
@@ -125,12 +137,7 @@ class Tail:
             self._unfinished = ints(rows)
             self._eos = ints(choice.ends)
             self._pad = ints()
-            self._processors = [
-                _copied(each, device)
-                if (found := held(each)) is None
-                else Held(found[0].numel(), self._length)
-                for each in processors
-            ]
+            self._processors = ours_of(processors, device, self._length)
             # The tokens of a step, and whether a row is unfinished: one copy to the host.
             self._news = ints(rows + 1)
             self._host = torch.zeros(rows + 1, dtype=torch.int64, device="cpu", pin_memory=far)
@@ -202,7 +209,7 @@ class Tail:
             self._eos.copy_(torch.cat([ids.reshape(-1).to(self._eos.device) for ids in eos]))
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
-            _follow(ours, theirs)
+            follow(ours, theirs)
         self._heard = heard
 
     def choose(self, logits: Tensor) -> None:
@@ -236,7 +243,7 @@ class Tail:
         for processor in self._processors:
             scores = processor(self.tokens, scores)
         if self._noise is not None:
-            chosen = _drawn(torch.softmax(scores, dim=-1), self._noise)
+            chosen = drawn(torch.softmax(scores, dim=-1), self._noise)
         else:
             chosen = torch.argmax(scores, dim=-1)
         if choice.ends:
@@ -249,7 +256,7 @@ class Tail:
         torch.cat((chosen, unfinished.amax(0, keepdim=True)), out=self._news)
 
 
-def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
+def drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
     """int64 `[B]`, what `torch.multinomial(probabilities, 1)` draws by the random numbers `noise`.
 
     probabilities: `[B, V]`. noise: of its shape, exponentially distributed.

@@ -19,18 +19,17 @@ from attnops.core.problem import Problem
 from attnops.core.tensors import compact
 from attnops.kernels.shared.recurrent import CHUNK, CONV_TAKES, chunks_of, conv_us, rule_us
 from attnops.kernels.torch.by_request import by_request
-from attnops.ops.recurrent import reference as formulas
+from attnops.ops.recurrent import reference as formulas, scan_gradient_reference as of_scan
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.record import GatedDeltaRule, GatedDeltaRuleBackward
-    from attnops.ops.recurrent.scan import Mamba2Scan
+    from attnops.ops.recurrent.scan import Mamba2Scan, Mamba2ScanBackward
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONV_GRADIENT = formulas.causal_conv1d_backward
 NONE = frozenset[str]()
 ON_CPU = Invariant((device("cpu"),))
 LAUNCH_US = 5.0
-_rule_gradient = by_request(formulas.gated_delta_rule_backward)
 
 
 class Chunks(NamedTuple):
@@ -139,19 +138,70 @@ def _of_tokens(c: Chunks, state: Tensor, after: Tensor, of_output: Tensor) -> li
     of_q = reads + by_query @ c.k
     of_k = by_query.mT @ c.q + (by_key + by_key.mT) @ c.k - holds + keeps
     pairs = of_seen * c.seen + of_system * c.system
-    kept = (keeps * c.k).sum(-1)
-    of_passed = pairs.sum(-1) - pairs.sum(-2) + (reads * c.q - holds * c.k).sum(-1) - kept
-    of_left = kept.sum(-1, keepdim=True) + c.left[..., 0] * (state * after).sum((-2, -1))[..., None]
-    of_decay = of_passed.flip(-1).cumsum(-1).flip(-1) + of_left
+    before, kept = (reads * c.q - holds * c.k).sum(-1), (keeps * c.k).sum(-1)
+    of_decay = _of_decay(pairs, before, kept, c.left[..., 0], state * after)
     return [of_q, of_k, c.beta * of_right, of_decay, of_beta]
 
 
-def rule_gradient(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
-    """The reference. Under a deterministic policy it takes requests one by one and skips those
-    without tokens, whose states have the gradients of the states after."""
-    *found, of_state = _rule_gradient(call)
-    is_empty = (call.cu_seqlens_q.diff() == 0)[:, None, None, None]
-    return (*found, compact(torch.where(is_empty, call.grad_after, of_state)))
+def _of_decay(pairs: Tensor, before: Tensor, kept: Tensor, left: Tensor, held: Tensor) -> Tensor:
+    """The gradients of tokens' decays, `[..., CHUNK]`, each a sum of what passes the token.
+
+    Each of these is something that fades, times its gradient. pairs: of a column's token at a
+    row's. before: of the state before the chunk at each token. kept: of each token at the chunk's
+    end. left: of the state before the chunk at its end `[..., 1]`. held: that state times the
+    gradient of the state after the chunk.
+    """
+    # Differences of longer sums would lose small gradients of heads that forget at once.
+    inside = _from_here_on(pairs, -2).tril(-1).sum(-1)
+    earlier = F.pad(kept.cumsum(-1)[..., :-1], (1, 0))
+    whole = left * held.sum((-2, -1))[..., None]
+    return inside + _from_here_on(before, -1) + earlier + whole
+
+
+def _from_here_on(x: Tensor, dim: int) -> Tensor:
+    """At each place the sum of what is there and after it."""
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+def _gradient(run: Any) -> Any:
+    """The reference of a gradient. Under a deterministic policy it takes requests one by one and
+    skips those without tokens, whose states have the gradients of the states after."""
+    each = by_request(run)
+
+    def whole(call: Any) -> tuple[Tensor, ...]:
+        *found, of_state = each(call)
+        is_empty = (call.cu_seqlens_q.diff() == 0)[:, None, None, None]
+        return (*found, compact(torch.where(is_empty, call.grad_after, of_state)))
+
+    return whole
+
+
+class Written(NamedTuple):
+    """The tokens of a scan by chunks, `[B, Hv, chunks, CHUNK, ...]`. Names as in `Chunks`.
+
+    values: step * x, which outer(values, b) writes. seen: their weights in the output.
+    """
+
+    x: Tensor
+    b: Tensor
+    c: Tensor
+    values: Tensor
+    fades: Tensor
+    stays: Tensor
+    left: Tensor
+    between: Tensor
+    seen: Tensor
+
+
+def written(call: Any, rows: Tensor, there: Tensor) -> Written:
+    """The chunks of a scan."""
+    x, dt, b, c = map(_chunked, formulas.scan_inputs(call, rows, there))
+    passed = (dt * call.a.to(dt.dtype)[:, None, None]).cumsum(-1)
+    fades = passed.exp()[..., None]
+    stays = (passed[..., -1:] - passed).exp()[..., None]
+    between = _between(passed)
+    values, seen = x * dt[..., None], c @ b.mT * between
+    return Written(x, b, c, values, fades, stays, fades[..., -1:, :], between, seen)
 
 
 def mamba2_scan(call: Mamba2Scan) -> None:
@@ -159,22 +209,54 @@ def mamba2_scan(call: Mamba2Scan) -> None:
     if formulas.is_blank(call):
         return
     rows, there = formulas.rows_of(call)
-    x, dt, b, c = map(_chunked, formulas.scan_inputs(call, rows, there))
-    passed = (dt * call.a.to(dt.dtype)[:, None, None]).cumsum(-1)
-    values = x * dt[..., None]
-    inside = (c @ b.mT * _between(passed)) @ values
+    w = written(call, rows, there)
+    inside = w.seen @ w.values
     if call.d is not None:
-        inside = inside + x * call.d.to(x.dtype)[:, None, None, None]
-    c = c * passed.exp()[..., None]
-    stays = (values * (passed[..., -1:] - passed).exp()[..., None]).mT @ b
-    left = passed[..., -1].exp()[..., None, None]
-    state, outputs = formulas.state_before(call).to(b.dtype), list[Tensor]()
-    for i in range(b.shape[2]):
+        inside = inside + w.x * call.d.to(w.x.dtype)[:, None, None, None]
+    c, added = w.c * w.fades, (w.values * w.stays).mT @ w.b
+    state, outputs = formulas.state_before(call).to(c.dtype), list[Tensor]()
+    for i in range(c.shape[2]):
         outputs.append(c[:, :, i] @ state.mT + inside[:, :, i])
-        state = state * left[:, :, i] + stays[:, :, i]
+        state = state * w.left[:, :, i] + added[:, :, i]
     found = torch.cat(outputs, 2)[:, :, : call.max_seqlen_q]
     formulas.put(call, found.transpose(1, 2), rows, there)
     call.state.copy_(state)
+
+
+def mamba2_scan_backward(call: Mamba2ScanBackward) -> tuple[Tensor, ...]:
+    """By chunks: the states before them in turn, their gradients in turn from the last, and then
+    all tokens at once."""
+    rows, there = formulas.rows_of(call)
+    after = call.grad_after
+    if not (call.max_seqlen_q and rows.numel()):
+        return of_scan.scan_gradients(call, [], after, rows, there)
+    w = written(call, rows, there)
+    state, after = formulas.state_of(call).to(w.c.dtype), after.to(w.c.dtype)
+    of_output = _chunked(formulas.padded(call.grad_output, rows, there, state.dtype))
+    added, asked = (w.values * w.stays).mT @ w.b, of_output.mT @ (w.c * w.fades)
+    states, afters = list[Tensor](), list[Tensor]()
+    for i in range(added.shape[2]):
+        states.append(state)
+        state = state * w.left[:, :, i] + added[:, :, i]
+    for i in reversed(range(added.shape[2])):
+        afters.append(after)
+        after = after * w.left[:, :, i] + asked[:, :, i]
+    found = _of_written(w, torch.stack(states, 2), torch.stack(afters[::-1], 2), of_output)
+    longest = call.max_seqlen_q
+    by_token = [y.flatten(2, 3)[:, :, :longest].transpose(1, 2) for y in found]
+    return of_scan.scan_gradients(call, by_token, after, rows, there)
+
+
+def _of_written(w: Written, state: Tensor, after: Tensor, of_output: Tensor) -> list[Tensor]:
+    """What `scan_gradients` wants of tokens. state, after: before each chunk, and the gradient of
+    that after it."""
+    of_seen = of_output @ w.values.mT
+    pairs, of_scores = of_seen * w.seen, of_seen * w.between
+    reads, keeps = w.fades * (of_output @ state), w.stays * (w.values @ after)
+    of_values = w.seen.mT @ of_output + w.stays * (w.b @ after.mT)
+    before, kept = (reads * w.c).sum(-1), (keeps * w.b).sum(-1)
+    of_decay = _of_decay(pairs, before, kept, w.left[..., 0], state * after)
+    return [of_values, of_scores.mT @ w.c + keeps, of_scores @ w.b + reads, of_decay]
 
 
 def _chunked(x: Tensor) -> Tensor:
@@ -201,10 +283,13 @@ def conv_cost_us(p: Problem) -> float:
     return launches * (2.5 + conv_us(p))
 
 
+RULE_GRADIENT = _gradient(formulas.gated_delta_rule_backward)
+SCAN_GRADIENT = _gradient(of_scan.mamba2_scan_backward)
 for _op, _rule in (
     ("gated_delta_rule", gated_delta_rule),
     ("gated_delta_rule_backward", gated_delta_rule_backward),
     ("mamba2_scan", mamba2_scan),
+    ("mamba2_scan_backward", mamba2_scan_backward),
 ):
     register(
         Kernel(
@@ -237,8 +322,9 @@ for _op, _conv, _inline in (
     )
 for _op, _run, _takes, _us, _invariant in (
     ("gated_delta_rule", by_request(formulas.gated_delta_rule), NONE, rule_cost_us, ON_CPU),
-    ("gated_delta_rule_backward", rule_gradient, NONE, rule_cost_us, ON_CPU),
+    ("gated_delta_rule_backward", RULE_GRADIENT, NONE, rule_cost_us, ON_CPU),
     ("mamba2_scan", by_request(formulas.mamba2_scan), NONE, rule_cost_us, ON_CPU),
+    ("mamba2_scan_backward", SCAN_GRADIENT, NONE, rule_cost_us, ON_CPU),
     ("causal_conv1d", by_request(formulas.causal_conv1d), CONV_TAKES, conv_cost_us, ON_CPU),
     ("causal_conv1d_backward", CONV_GRADIENT, CONV_TAKES, conv_cost_us, Invariant()),
 ):

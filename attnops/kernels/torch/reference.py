@@ -18,13 +18,15 @@ from attnops.ops.latent import reference as latent, rope_reference as rope
 from attnops.ops.metadata import reference as metadata
 from attnops.ops.pages import decode_reference as decode, reference as pages
 from attnops.ops.sparse import reference as sparse, vertical_slash_reference as vertical_slash
+from attnops.ops.speculation import reference as speculation
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn,)
 QUANTISED = (*FLOAT8, torch.float8_e5m2, torch.int8)
 QUERY, STORED, BYTES = (*FLOATS, *FLOAT8), (*FLOATS, *QUANTISED), (torch.uint8,)
 INT32 = (torch.int32,)
-INDEX = (*INT32, torch.int64)
+IDS = (torch.int64,)
+INDEX = (*INT32, *IDS)
 
 
 Dtypes = tuple[torch.dtype, ...]
@@ -105,6 +107,9 @@ CALLED: tuple[Row, ...] = (
         "vertical_counts slash_counts",
     ),
     ("vertical_slash_attention", vertical_slash.vertical_slash_attention, FLOATS, None, "lse"),
+    ("lookup_drafts", speculation.lookup_drafts, IDS, None, ""),
+    ("accept", speculation.accept, IDS, None, ""),
+    ("accept_sampled", speculation.accept_sampled, IDS, None, ""),
 )
 # Pointwise on small tensors: the compiler fuses these better than any call could.
 INLINE: tuple[Row, ...] = (

@@ -1,7 +1,7 @@
 """`triton`, of the ops that move data: attnops' own kernels, for any GPU that Triton compiles for.
 docs/triton.md describes them.
 
-One launch each (a copy between more than 256 slots takes two and a scratch buffer), no
+One launch each (a copy whose groups have more than 256 slots takes two and a scratch buffer), no
 synchronisation, any strides.
 """
 
@@ -67,7 +67,7 @@ own(
 )
 COPIED, INDEX = (*STORED, torch.float64, torch.uint8), (torch.int32,)
 for _op, _about, _dtypes, _needs in (
-    ("copy_kv", "one launch up to 256 slots, then two through a scratch buffer", COPIED, ()),
+    ("copy_kv", "one launch; above 256 slots a group two, through scratch", COPIED, ()),
     ("kv_indices", "one launch", INDEX, ()),
     ("named_pages", "one launch", INDEX, ()),
     ("decode_rows", "one launch, without a schedule", INDEX, (one_of("q_heads", 0),)),

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from attnops.core.arguments import QUANTISED
-from attnops.core.record import changed, values
-from attnops.core.rounding import Allowed, Results, largest, roundoff
+from attnops.core.record import values
+from attnops.core.rounding import Allowed, Results, in_float64, largest, roundoff
 from attnops.core.tensors import Rules, dense_visible
 from attnops.ops.attention.reference import padded, reduce_to, scores, softmax
 
@@ -132,21 +132,13 @@ def _gradient(call: Any, dense: Any, see: Tensor | None) -> Allowed:
     return {n: (each + own.get(n, 0.0)) * largest(sizes) for n, sizes in terms.items()}
 
 
-def wide(call: Any) -> Any:
-    """The call with its floats in float64."""
-    given = zip(call.spec.names, values(call), strict=True)
-    return changed(
-        call, **{n: x.double() for n, x in given if isinstance(x, Tensor) and x.is_floating_point()}
-    )
-
-
 def _dense_gradient(call: Any, expected: Results) -> Allowed:
-    t = wide(call)
+    t = in_float64(call)
     return _gradient(call, t, dense_visible(t.query, t.key, t.kv_start, t.kv_end, Rules.of(t)))
 
 
 def _packed_gradient(call: Any, expected: Results) -> Allowed:
-    return _gradient(call, *padded(wide(call)))
+    return _gradient(call, *padded(in_float64(call)))
 
 
 def _terms(t: Any, see: Tensor | None) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnops.core.arguments import QUANTISED
-from attnops.core.rounding import Allowed, Compared, Results, roundoff, stored
-from attnops.ops.attention.bound import Figures, norm, wide
+from attnops.core.rounding import Allowed, Compared, Results, in_float64, roundoff, stored
+from attnops.ops.attention.bound import Figures, norm
 from attnops.ops.latent.rope_reference import scaled
 
 
@@ -44,7 +44,7 @@ def _written(call: Any, results: Results) -> Compared:
 
 def _rotated(call: Any, results: Results) -> Compared:
     """Within half a step, plus float32's rounding of the rotation."""
-    parts, compared = scaled(wide(call)), {}
+    parts, compared = scaled(in_float64(call)), {}
     for (name, got), exact in zip(
         results.items(), (torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)), strict=True
     ):

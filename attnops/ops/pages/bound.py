@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from attnops.core.rounding import Allowed, Compared, Results, roundoff, stored
-from attnops.ops.attention.bound import Figures, norm, wide
+from attnops.core.rounding import Allowed, Compared, Results, in_float64, roundoff, stored
+from attnops.ops.attention.bound import Figures, norm
 from attnops.ops.pages.decode_reference import turned
 
 
@@ -30,7 +30,7 @@ def _paged(call: Any, expected: Results) -> Allowed:
 
 
 def _step(call: Any, expected: Results) -> Allowed:
-    query, key = map(norm, turned(wide(call)))
+    query, key = map(norm, turned(in_float64(call)))
     value = torch.cat([call.v_pages.flatten(), call.value.flatten()])
     figures = Figures(call, call.query, value, _keys(call), query * max(key, norm(call.k_pages)))
     once = figures.u + figures.a * (figures.root_d + 8)
@@ -41,7 +41,7 @@ def _step(call: Any, expected: Results) -> Allowed:
 def _rotated(call: Any, expected: Results) -> Allowed:
     dtype, root = call.query.dtype, call.query.shape[2] ** 0.5
     once = roundoff(dtype) + min(roundoff(dtype), roundoff(torch.float32)) * (root + 8)
-    query, key = map(norm, turned(wide(call)))
+    query, key = map(norm, turned(in_float64(call)))
     return {"turned_query": query * once, "turned_key": key * once, "k_pages": key * once}
 
 

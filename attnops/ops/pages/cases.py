@@ -105,6 +105,8 @@ PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
     "all_skipped": ((-1, 3), (3, -1)),
     "none": (),
 }
+# Three requests with 4 slots each: 3 entries in turn read what they write, and nothing of others.
+GROUPS = ((1, 0), (2, 1), (3, 2), (5, 5), (7, 6), (-1, 7), (10, 8), (11, 9), (9, 10))
 MOVED, LATENTS, POOL = PAIRS["skipped"], {"latents": True}, (2, 4, 3)
 COPIES: Rows = {
     **{n: (pairs, *POOL, F()) for n, pairs in PAIRS.items()},
@@ -121,6 +123,9 @@ COPIES: Rows = {
     "latents_packed": (MOVED, *POOL, F(kv_dtype=U8, head_dim=656), LATENTS),
     "bfloat16_d128": (MOVED, 3, 4, 16, F(dtype=BF16, head_dim=128, kv_heads=8)),
     "many": (tuple((i, (i + 7) % 640) for i in range(640)), 2, 40, 16, F(dtype=BF16, head_dim=64)),
+    "groups": (GROUPS, *POOL, F(), {"group": 3}),
+    "groups_shorter": (GROUPS[:8], 3, 4, 3, F(dtype=BF16, v_head_dim=8), {"group": 3}),
+    "one_group": (PAIRS["cycle"], *POOL, F(), {"group": 99}),
     "odd_dims": (PAIRS["cycle"], *POOL, F(dtype=BF16, head_dim=80, v_head_dim=24, kv_heads=3)),
 }
 

@@ -330,6 +330,8 @@ class CopyKV(Call):
     )
     source: Tensor = arg("N", INDEX)
     target: Tensor = arg("N", INDEX)
+    _: KW_ONLY
+    group: int = arg(default=0, least=0, hint=True)
 
 
 COPY_KV = define(
@@ -348,6 +350,7 @@ def copy_kv(
     source: Tensor,
     target: Tensor,
     *,
+    group: int = 0,
     kernel: str | None = None,
 ) -> None:
     """Copy the contents of slots into other slots, in place, in all layers (accepted drafts that
@@ -362,10 +365,13 @@ def copy_kv(
         source, target: int32 or int64 `[N]`, slots `page_id * page_size + offset`. Entry i copies
             `source[i]` to `target[i]`; a negative number in either skips it. Targets are distinct
             among the entries that are copied.
+        group: a promise, which saves launches: each `group` entries in turn, e.g. those of one
+            request, read no slot that entries of another group write. 0: no promise.
         kernel: force a kernel by name for this call.
 
     Raises:
         InvalidInput: a shape, dtype or device breaks this contract. NoGradient: an input requires
             grad. UnknownKernel, NoKernel.
     """
-    COPY_KV(CopyKV(k_pages, v_pages, source, target, policy=key_for("copy_kv", kernel)))
+    policy = key_for("copy_kv", kernel)
+    COPY_KV(CopyKV(k_pages, v_pages, source, target, group=group, policy=policy))

@@ -19,17 +19,6 @@ and the state by E and its rounding to float32. Gradients of states go the other
 factors, each with its own E and N. Those of tokens are products of the two, in which either is off;
 each may have the largest error of its kind.
 
-The scan of Mamba-2. For a row of a head's state, E and N are the lengths as above, Z the largest
-|dt + dt_bias| of the head and m its largest |step a|: an exponential, or a softplus, is off by the
-absolute error of its argument. With e = a (sqrt(Dk) + 16 + 128 m + 2 Z (1 + m)) and, of a token, v
-= step |x| |b| and f = exp(step a), E = sqrt((f E)^2 + delta^2) with
-
-    delta = (4 u + e) v + e f N + s |b|
-    delta(output) = |c| (E + (4 u + e) N) + s (1 + sqrt(Dk) |c| + 64 X) + 2 a |d x| + u |output|
-
-and X the largest |step x|: the weights of 64 tokens of a chunk are rounded. The state is off as
-above.
-
 The convolution sums W products, of size S in all: its result y is off by 2 (u R + s) + a (sqrt(W) +
 8) S, and that of silu, whose slope is below 1.1, by 1.1 times that, and by (3 u + 8 a) |y| more.
 Its gradient g is off by 2 (u |g| + s), and sums of n products, of size S in all, by a
@@ -46,7 +35,8 @@ import torch
 from torch import Tensor
 
 from attnops.core.record import changed, values
-from attnops.core.rounding import Allowed, Results, roundoff, step
+from attnops.core.rounding import Allowed, Results, in_float64, roundoff, step
+from attnops.ops.recurrent import scan_bound
 from attnops.ops.recurrent.reference import (
     causal_conv1d,
     causal_conv1d_backward,
@@ -57,17 +47,10 @@ from attnops.ops.recurrent.reference import (
     padded,
     read,
     rows_of,
-    scan_inputs,
     state_before,
     state_of,
     to_one,
 )
-
-
-def _wide(call: Any) -> Any:
-    tensors = {a.name: getattr(call, a.name) for a in call.spec.args if a.tensor}
-    floats = {n: x for n, x in tensors.items() if x is not None and x.is_floating_point()}
-    return changed(call, **{n: x.double() for n, x in floats.items()})
 
 
 def _near(call: Any) -> Tensor:
@@ -105,7 +88,7 @@ def _rule(call: Any, expected: Results) -> Allowed:
     if not (call.output.numel() and call.max_seqlen_q):
         return {}
     u, half, near = roundoff(dtype), step(dtype), _near(call)
-    call = _wide(call)
+    call = in_float64(call)
     rows, there = rows_of(call)
     inputs = inputs_of(call, rows, there)
     reads, allowed = inputs[0].norm(dim=-1, keepdim=True).unbind(1), list[Tensor]()
@@ -123,7 +106,7 @@ def _rule_gradient(call: Any, expected: Results) -> Allowed:
     if not (call.value.numel() and call.max_seqlen_q):
         return {}
     near, given = _near(call), call
-    call = _wide(call)
+    call = in_float64(call)
     rows, there = rows_of(call)
     inputs = inputs_of(call, rows, there)
     before = [*_states(inputs, state_of(call), near, 0.0)]
@@ -172,48 +155,10 @@ def _of_inputs(call: Any, worst: list[Any], tokens: Tensor) -> list[float]:
     return [*found, float(by_kind[2].amax()), off_decay * min(len(worst), 64), off_beta]
 
 
-def _scan(call: Any, expected: Results) -> Allowed:
-    dtype, dk = call.x.dtype, call.b.shape[2]
-    if not (call.output.numel() and call.max_seqlen_q):
-        return {}
-    u, half = roundoff(dtype), step(dtype)
-    a = min(u, roundoff(torch.float32))
-    call = _wide(call)
-    rows, there = rows_of(call)
-    x, dt, b, c = scan_inputs(call, rows, there)
-    raw = padded(call.dt, rows, there, dt.dtype)
-    raw = raw if call.dt_bias is None else raw + call.dt_bias
-    most = (dt * call.a).abs().amax((0, 1))
-    softplus = 2 * raw.abs().amax((0, 1)) * (1 + most)
-    near = a * (sqrt(dk) + 16 + 128 * most + softplus)[:, None]
-    left = (dt * call.a).exp()[..., None]
-    stepped = dt[..., None] * x
-    reads, written = c.norm(dim=-1, keepdim=True), b.norm(dim=-1, keepdim=True)
-    added = stepped.abs() * written
-    state = state_before(call)
-    size = state.norm(dim=-1)
-    error, allowed = torch.zeros_like(size), list[Tensor]()
-    for t in range(call.max_seqlen_q):
-        before = left[:, t] * size
-        off = (4 * u + near) * added[:, t] + near * before + half * written[:, t]
-        error = torch.hypot(left[:, t] * error, off)
-        outer = stepped[:, t, ..., None] * b[:, t, :, None]
-        state = left[:, t, ..., None] * state + outer
-        size = torch.maximum(torch.hypot(before, added[:, t]), state.norm(dim=-1))
-        allowed.append(reads[:, t] * (error + (4 * u + near) * size))
-    rest = half * (1 + sqrt(dk) * reads + 64 * stepped.abs().amax(1, keepdim=True))
-    if call.d is not None:
-        rest = rest + 2 * a * (call.d[:, None] * x).abs()
-    off = packed(torch.stack(allowed, 1) + rest, rows, there, len(call.output))
-    exact = expected["output"].double().abs()
-    rounded = roundoff(torch.float32) * expected["state"].double().abs()
-    return {"output": off + u * exact, "state": error[..., None] + rounded}
-
-
 def _conv(call: Any, expected: Results) -> Allowed:
     u, half, width = roundoff(call.x.dtype), step(call.x.dtype), call.weight.shape[1]
     a = min(u, roundoff(torch.float32))
-    call = _wide(call)
+    call = in_float64(call)
 
     def summed(**parts: Tensor | None) -> Tensor:
         """What the convolution gives of these in place of its own tensors."""
@@ -236,7 +181,7 @@ def _conv(call: Any, expected: Results) -> Allowed:
 def _conv_gradient(call: Any, expected: Results) -> Allowed:
     u, half, tokens = roundoff(call.x.dtype), step(call.x.dtype), call.x.shape[0]
     a = min(u, roundoff(torch.float32))
-    call = _wide(call)
+    call = in_float64(call)
     floats = "x", "weight", "bias", "state", "grad_output", "grad_after"
     sizes = {n: None if (x := getattr(call, n)) is None else x.abs() for n in floats}
     positive = changed(call, activation="", **sizes)
@@ -256,7 +201,7 @@ def _conv_gradient(call: Any, expected: Results) -> Allowed:
 BOUNDS = {
     "gated_delta_rule": _rule,
     "gated_delta_rule_backward": _rule_gradient,
-    "mamba2_scan": _scan,
+    **scan_bound.BOUNDS,
     "causal_conv1d": _conv,
     "causal_conv1d_backward": _conv_gradient,
 }

@@ -195,6 +195,12 @@ def _of_tokens(scene: Scene, fresh: bool = False, **more: Any) -> Given:
     return _gradient(scene, fresh, **_tokens(scene, **more), state=scene.source.normal(*shape))
 
 
+def _of_steps(scene: Scene, fresh: bool = False, **more: Any) -> Given:
+    sizes = scene.sizes
+    shape = (sizes["B"], sizes["Hv"], sizes["Dv"], sizes["Dk"])
+    return _gradient(scene, fresh, **_steps(scene, **more), state=scene.source.normal(*shape))
+
+
 def _gradient(scene: Scene, fresh: bool, state: torch.Tensor, **inputs: Any) -> Given:
     """The inputs of a gradient."""
     scene.free["grad_output"] = scene.free["tokens"]
@@ -206,6 +212,7 @@ CASES = {
     "gated_delta_rule": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _tokens),
     "gated_delta_rule_backward": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _of_tokens),
     "mamba2_scan": Grid("q_lens Hk Hv Dk Dv dtype", SCANS, _steps),
+    "mamba2_scan_backward": Grid("q_lens Hk Hv Dk Dv dtype", SCANS, _of_steps),
     "causal_conv1d": Grid("q_lens C W dtype", CONVS, _inputs),
     "causal_conv1d_backward": Grid("q_lens C W dtype", CONVS, _of_conv),
 }

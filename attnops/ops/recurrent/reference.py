@@ -265,18 +265,19 @@ def mamba2_scan(call: Mamba2Scan) -> None:
     call.state.copy_(state)
 
 
-def scan_inputs(
-    call: Mamba2Scan, rows: Tensor, there: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def scan_inputs(call: Any, rows: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, the lengths of the steps, b and c: `[B, max_seqlen_q, Hv, ...]`. Positions past a
     request's last token have steps of 0, which leave the state as it is."""
-    x, dt, b, c = (
-        padded(y, rows, there, wide(call.x).dtype) for y in (call.x, call.dt, call.b, call.c)
-    )
-    if call.dt_bias is not None:
-        dt = dt + call.dt_bias.to(dt.dtype)
+    x, b, c = (padded(y, rows, there, wide(call.x).dtype) for y in (call.x, call.b, call.c))
+    dt = raw_steps(call, rows, there)
     if call.dt_softplus:
         dt = torch.logaddexp(dt, torch.zeros_like(dt))
     dt = torch.where(there[..., None], dt.clamp(call.dt_min, call.dt_max or inf), 0.0)
     group = call.x.shape[1] // call.b.shape[1]
     return x, dt, b.repeat_interleave(group, 2), c.repeat_interleave(group, 2)
+
+
+def raw_steps(call: Any, rows: Tensor, there: Tensor) -> Tensor:
+    """The sums of dt and its bias, `[B, max_seqlen_q, Hv]`."""
+    dt = padded(call.dt, rows, there, wide(call.x).dtype)
+    return dt if call.dt_bias is None else dt + call.dt_bias.to(dt.dtype)

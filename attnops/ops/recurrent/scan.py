@@ -9,10 +9,11 @@ from attnops.core.checks import check_strided
 from attnops.core.eager_cache import key_for
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.op import Op, define
-from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, arg, record
+from attnops.core.record import FLOAT32, FLOATS, INT32, KW_ONLY, Result, arg, record
 from attnops.ops import rules, typical
-from attnops.ops.recurrent import reference
+from attnops.ops.recurrent import reference, scan_gradient_reference
 from attnops.ops.recurrent.counted import of_states
+from attnops.ops.recurrent.gradient import differentiable
 from attnops.ops.recurrent.record import LEAST, MEASURES, heads_divide
 
 
@@ -55,12 +56,54 @@ MAMBA2_SCAN = define(
     Op(
         Mamba2Scan,
         reference.mamba2_scan,
+        differentiable,
         flops="4 * T * Hv * Dk * Dv",
         about="scan of Mamba-2, over packed requests with their states",
         typical=(
             {**GRANITE_4, **typical.SIZES},
             {**GRANITE_4, **typical.SIZES, **typical.STEP, "queries": typical.DECODE["queries"]},
         ),
+    )
+)
+
+
+@record(
+    "mamba2_scan_backward",
+    *rules.gradients("x", "dt", "a", "b", "c", "d", "dt_bias"),
+    Result("grad_state", like="grad_after"),
+    least=LEAST,
+    rules=heads_divide,
+    problem=MEASURES,
+)
+class Mamba2ScanBackward(rules.Queries):
+    """The gradient of the scan. Without `state` the requests are fresh."""
+
+    x: Tensor = arg("T, Hv, Dv", FLOATS, unit_stride=True)
+    dt: Tensor = arg("T, Hv", FLOATS)
+    a: Tensor = arg("Hv", FLOAT32)
+    b: Tensor = arg("T, Hk, Dk", "x", unit_stride=True)
+    c: Tensor = arg("T, Hk, Dk", "x", unit_stride=True)
+    cu_seqlens_q: Tensor = arg("B + 1", INT32, holds="starts_of_queries")
+    grad_output: Tensor = arg("T, Hv, Dv", "x", facts=rules.GRADIENT)
+    grad_after: Tensor = arg("B, Hv, Dv, Dk", FLOAT32)
+    state: Tensor | None = arg("B, Hv, Dv, Dk", FLOAT32, default=None, always=True)
+    d: Tensor | None = arg("Hv", FLOATS, default=None, always=True)
+    dt_bias: Tensor | None = arg("Hv", FLOATS, default=None, always=True)
+    _: KW_ONLY
+    dt_softplus: bool = arg(default=False, always=True)
+    dt_min: float = arg(default=0.0, least=0, always=True)
+    dt_max: float = arg(default=0.0, least=0, always=True)
+    padded: bool = rules.PADDED
+
+
+define(
+    Op(
+        Mamba2ScanBackward,
+        scan_gradient_reference.mamba2_scan_backward,
+        once=True,
+        flops="10 * T * Hv * Dk * Dv",
+        about="gradient of the scan of Mamba-2",
+        typical=({**GRANITE_4, **typical.SIZES, "grad": True},),
     )
 )
 
@@ -85,7 +128,8 @@ def mamba2_scan(
     output: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """The selective scan of Mamba-2 over the tokens of packed requests. No gradient.
+    """The selective scan of Mamba-2 over the tokens of packed requests. Differentiable in x,
+    dt, a, b, c, d, dt_bias and state.
 
     Each head of a request has a state S `[Dv, Dk]`. A token with x, b and c changes it and reads
     it, after a step of the length dt:
@@ -124,8 +168,8 @@ def mamba2_scan(
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract. NoGradient: an input
-            requires grad. UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract, or `state` or `output`
+            is a leaf that requires grad. UnknownKernel, NoKernel.
     """
     eager_cache.tensors(x=x)
     check_strided("x", x, "T, Hv, Dv")

@@ -40,7 +40,7 @@ def copy_part(
     tl.store(pages_ptr + place(target, p, n, PAGE)[:, None] + at, x, mask=real)
 
 
-@triton.jit(do_not_specialize=["entries", "total"])
+@triton.jit(do_not_specialize=["entries", "total", "group"])
 def copy(
     source_ptr,
     target_ptr,
@@ -48,6 +48,7 @@ def copy(
     target_t,
     entries,
     total,
+    group,
     a_ptr,
     a_l,
     a_p,
@@ -67,14 +68,16 @@ def copy(
     BLOCK_N: constexpr,
     BLOCK: constexpr,
 ):
-    """Grid: (tiles of a row of a + tiles of a row of b, layers). At most BLOCK_N entries, all of
-    them in every program."""
-    entry = tl.arange(0, BLOCK_N)
-    source = slots_at(source_ptr, entry, source_t, entries, total)
-    target = slots_at(target_ptr, entry, target_t, entries, total)
+    """Grid: (groups, tiles of a row of a + tiles of a row of b, layers). A program has all entries
+    of its group, BLOCK_N at most: groups read nothing that others write."""
+    first = tl.program_id(0).to(tl.int64) * group
+    end = tl.minimum(first + group, entries)
+    entry = first + tl.arange(0, BLOCK_N)
+    source = slots_at(source_ptr, entry, source_t, end, total)
+    target = slots_at(target_ptr, entry, target_t, end, total)
     A_TILES: constexpr = (HEADS * A_D + BLOCK - 1) // BLOCK
-    tile = tl.program_id(0)
-    layer = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
     if tile < A_TILES:
         copy_part(
             source, target, tile, a_ptr + layer * a_l, a_p, a_n, a_h, a_d, PAGE, HEADS, A_D, BLOCK

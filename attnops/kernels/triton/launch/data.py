@@ -150,16 +150,17 @@ def copy_kv(call: paged.CopyKV) -> None:
         return
     layers, pages, page, heads, dim = pools[0].shape
     index = (source, target, source.stride(0), target.stride(0), entries, pages * page)
-    if entries > tiles.WHOLE:
+    group = min(call.group or entries, entries)
+    if group > tiles.WHOLE:
         for pool in pools:
             _copy_through(pool, index)
         return
     widths = [heads * pool.shape[4] for pool in pools]
-    tile = tiles.copy_tile(entries, max(widths), pools[0].dtype.itemsize)
+    tile = tiles.copy_tile(group, max(widths), pools[0].dtype.itemsize)
     second = (pools[1], *pools[1].stride()) if len(pools) > 1 else (None, 0, 0, 0, 0, 0)
     launch(
         move.copy,
-        (sum(-(-w // tile.columns) for w in widths), layers),
+        (-(-entries // group), sum(-(-w // tile.columns) for w in widths), layers),
         {
             "PAGE": page,
             "HEADS": heads,
@@ -168,7 +169,7 @@ def copy_kv(call: paged.CopyKV) -> None:
             "BLOCK_N": tile.rows,
             "BLOCK": tile.columns,
         },
-        (*index, pools[0], *pools[0].stride(), *second),
+        (*index, group, pools[0], *pools[0].stride(), *second),
         tile.warps,
     )
 

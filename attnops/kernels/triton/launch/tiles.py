@@ -20,8 +20,8 @@ BYTES = (2048, 4096, 8192)
 first."""
 WARPS = 4
 WHOLE = 256
-"""The most entries of a copy between slots in one launch. Each program reads all of them before it
-writes."""
+"""The most entries of a group of a copy between slots in one launch. A program reads all of its
+group before it writes."""
 HELD = 16384
 """Bytes that such a program keeps in registers, 32 registers a thread."""
 SCRATCH = 32 << 20
@@ -60,8 +60,8 @@ def store_tile(rows: int, columns: tuple[int, ...], itemsize: int, sms: int) -> 
 
 
 def copy_tile(entries: int, columns: int, itemsize: int) -> Tile:
-    """For a copy of at most WHOLE entries in one launch: all entries, and as many columns as
-    fit."""
+    """For a copy in one launch of groups of at most WHOLE entries: all of a group, and as many
+    columns as fit."""
     rows = power(entries)
     return Tile(rows, min(max(HELD // (rows * itemsize), 16), power(columns)), WARPS)
 

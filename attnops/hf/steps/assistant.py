@@ -1,0 +1,66 @@
+"""`Assistant`: a small transformers model that drafts the tokens of a larger one, over pages of its
+own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.adapters.handle import MARK
+from attnops.hf.cache.idle_pages import give_back
+from attnops.hf.cache.names import named
+from attnops.hf.steps.calls import Asks, plain_verify
+from attnops.hf.steps.eligibility import Asked
+from attnops.nn import DraftState, Proposal
+
+
+class Assistant:
+    """The draft of one `generate()`: greedy tokens of a model with the same words.
+
+    model: patched, with graphs or without. drafts: tokens that it proposes.
+    """
+
+    def __init__(self, model: Any, drafts: int) -> None:
+        self.model, self.drafts = model, drafts
+        self._paged = vars(model)[MARK]._paged
+        self._cache: Any = None
+        self._padding = torch.empty(0)
+
+    def begin(self, asked: Asked, room: int) -> None:
+        """Read the prompt. room: tokens of a text, prompt and drafts included."""
+        ids, given = asked.input_ids, asked.given
+        rows = ids.shape[0]
+        self._cache = self._paged.lend_early(rows, room, self.drafts + 1)
+        mask = given.get("attention_mask")
+        self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=given["position_ids"],
+            use_cache=True,
+            logits_to_keep=1,
+            **named(self._cache),
+        )
+        self._padding = self._cache.state.pages.pad[:rows].clone()
+
+    def propose(self, state: DraftState) -> Proposal:
+        """Greedy tokens. One step more than tokens, so that the pages hold all of them."""
+        ids = state.tokens.gather(1, (state.seq_lens - 1)[:, None].long())
+        stored = state.seq_lens - 1 - self._padding
+        found = list[Tensor]()
+        for _ in range(self.drafts + 1):
+            logits = self._step(Asks(ids, stored[:, None], stored))
+            ids, stored = logits[:, -1:].argmax(-1), stored + 1
+            found.append(ids)
+        return Proposal(torch.cat(found[:-1], 1))
+
+    def _step(self, asks: Asks) -> Tensor:
+        logits: Tensor | None = self._paged.decoder().try_step(asks, self._cache)
+        return plain_verify(self.model, asks, self._cache) if logits is None else logits
+
+    def end(self) -> None:
+        """Give its pages back."""
+        if self._cache is not None:
+            give_back(self._cache)
+            self._cache = None

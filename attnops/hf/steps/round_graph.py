@@ -1,0 +1,274 @@
+"""`Round`: what follows the model in a step that verifies drafts, from logits to the next drafts,
+as one captured graph for each number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnops.cache.paged import ordinary
+from attnops.core.errors import NotCapturable
+from attnops.graphs.cuda_graphs import CAPTURING, Device, Recorded, frozen
+from attnops.graphs.streams import LastStream
+from attnops.hf.steps.captures import Failures, passing
+from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
+from attnops.nn import Draft, DraftState
+from attnops.ops import accept, lookup_drafts
+
+
+class Form(NamedTuple):
+    """What graphs of rounds are made for.
+
+    drafts: tokens that are drafted at most. max_ngram: of the longest text that is looked up in the
+    row's own; 0: others draft.
+    """
+
+    drafts: int = 7
+    max_ngram: int = 3
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Tokens of a row in a round, of which the first is known: without drafts, with half of
+        them, with all."""
+        return tuple(sorted({1, 1 + (self.drafts + 1) // 2, 1 + self.drafts}))
+
+
+class News(NamedTuple):
+    """Of a round, on the host.
+
+    counts: the tokens that each row got. tokens: those tokens, by row.
+    offered: the most tokens that were drafted for a row next. done: is every row finished?
+    """
+
+    counts: list[int]
+    tokens: list[list[int]]
+    offered: int
+    done: bool
+
+
+class Round:
+    """The texts of one `generate()` at a time, and the graphs that accept, append and draft.
+
+    A row gets the tokens that the model chose as far as the drafts agree, and the one behind
+    them. That is what plain decoding would choose, and of samples one of equal probability: a draft
+    without probabilities is right with the probability that the model gives it.
+
+    tokens: int64 `[B, room]`, the texts. What is behind `seq_lens` int32 `[B]` has no meaning.
+    input, positions: int64 `[B, N]`, of the next step: the last token, and drafts.
+    stored: int64 `[B]`, the tokens of each row that the pages keep.
+    failures: why there is no graph, so that operations are launched one by one.
+    """
+
+    def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]]) -> None:
+        self.choice, self.form = choice, choice.drafts or Form()
+        rows, most, device = choice.rows, self.form.depths[-1], choice.device
+        self._far = device.type == "cuda"
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        with ordinary():
+            self._scores = torch.zeros(rows * most, choice.vocab, device=device)
+            # Drawn before a replay, as `Tail` does.
+            self._noise = torch.ones_like(self._scores) if choice.sampled else None
+            self.tokens = ints(rows, choice.room + most)
+            self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+            self.stored, self._position, self._unfinished = ints(rows), ints(rows), ints(rows)
+            self._drafts, self.input, self.positions = (ints(rows, most) for _ in range(3))
+            self._eos, self._pad, self._most = ints(choice.ends), ints(), ints()
+            self._columns = torch.arange(most, device=device)
+            self._lengths = ints(rows * most, 1)
+            self._processors = ours_of(processors, device, self._lengths)
+            self._news = ints(rows + rows * most + 2)
+            self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
+        self._stream = LastStream(device, self._tensors())
+        self._arrived = torch.cuda.Event() if self._far else None
+        self._recorded: dict[int, Recorded] = {}
+        self._queries = 1
+        self._proposer: Draft | None = None
+        self.failures = Failures[str]()
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """Its buffers, without those of its processors."""
+        noise = () if self._noise is None else (self._noise,)
+        rows = self.stored, self._position, self._unfinished, self.seq_lens
+        steps = self._drafts, self.input, self.positions, self._lengths
+        return (
+            *(self._scores, *noise, self.tokens, *rows, *steps),
+            *(self._eos, self._pad, self._most, self._news),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers and of its graphs."""
+        graphs = sum(sum(each.bytes_of) for each in self._recorded.values())
+        return graphs + sum(each.nbytes for each in self._tensors())
+
+    @property
+    def reason(self) -> str:
+        """Why there is no graph; "" where there is."""
+        return self.failures.why("")
+
+    def capture(self, graphs: Device) -> None:
+        """Capture the graphs, before `begin`. They draw no random number."""
+        self._stream.use()
+        found = dict[int, Recorded]()
+        try:
+            with CAPTURING, frozen(), graphs.session(), ordinary():
+                for each in self._tensors():  # as if no text had been in it
+                    each.fill_(int(each is self._noise))
+                for queries in self.form.depths[::-1]:
+                    self._choose(queries)
+                    recorded = found[queries] = Recorded(graphs)
+                    recorded.current = f"the choice of {queries} tokens"
+                    with recorded.whole():
+                        recorded.begin()
+                        self._choose(queries)
+        except Exception as error:
+            if not (isinstance(error, NotCapturable) or passing(error)):
+                raise
+            self.failures.note("", error)
+            return
+        self._recorded = found
+        self.failures.done("")
+
+    def reset(self) -> None:
+        """Free the graphs."""
+        for recorded in self._recorded.values():
+            recorded.device.settle()
+            recorded.reset()
+        self._recorded = {}
+
+    def begin(self, asked: Asked, stored: Tensor, draft: Draft | None) -> None:
+        """Take a prompt. stored: int64 `[B]`, the tokens of each row in the pages. draft: proposes
+        tokens that are not looked up."""
+        self._stream.use()
+        self._proposer, ids, eos = draft, asked.input_ids, asked.eos
+        length = ids.shape[1]
+        self.tokens[:, :length].copy_(ids)
+        self.seq_lens.fill_(length)
+        # The prompt has verified its last token, as a round does its first.
+        self.stored.copy_(stored - 1)
+        self._position.copy_(asked.given["position_ids"][:, -1])
+        self._unfinished.fill_(1)
+        self._most.fill_(asked.max_length)
+        if eos:
+            self._eos.copy_(torch.cat([each.reshape(-1).to(self._eos.device) for each in eos]))
+            self._pad.copy_(asked.config._pad_token_tensor)
+        for ours, theirs in zip(self._processors, asked.processors, strict=True):
+            follow(ours, theirs)
+
+    def choose(self, logits: Tensor) -> None:
+        """Append to each row what the model chose, and draft anew. logits: `[B, N, V]`, after the
+        tokens of the last `input`, or the last of a prompt."""
+        rows, queries = self.choice.rows, logits.shape[1]
+        self._queries = queries
+        self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
+        if self._noise is not None:
+            self._noise[: rows * queries].exponential_()
+        if queries in self._recorded:
+            recorded = self._recorded[queries]
+            recorded.device.follow()
+            for step in recorded.steps:
+                step()
+        else:
+            self._choose(queries)
+        if self._proposer is not None:
+            self._propose(self._proposer)
+        self._host.copy_(self._news, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(self._news.device))
+
+    def news(self) -> News:
+        """Of the last choice. Waits for it, but not for work after it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        rows, queries = self.choice.rows, self._queries
+        unfinished, offered, *rest = self._host[: 2 + rows + rows * queries].tolist()
+        counts, tokens = rest[:rows], rest[rows:]
+        each = [tokens[b * queries : b * queries + n] for b, n in enumerate(counts)]
+        return News(counts, each, offered, not unfinished)
+
+    def texts(self) -> Tensor:
+        """int64 `[B, S]`: the texts, padded on the right to the longest. The host waits for its
+        length."""
+        with ordinary():
+            texts = self.tokens[:, : int(self.seq_lens.max())]
+            columns = torch.arange(texts.shape[1], device=texts.device)
+            return torch.where(columns < self.seq_lens[:, None], texts, self._pad)
+
+    def _choose(self, queries: int) -> None:
+        target = self._chosen(queries)
+        counts = self._counted(target)
+        columns = self._columns[:queries]
+        at = self.seq_lens[:, None] + columns
+        # Those behind the counts are written again by the next round.
+        self.tokens.scatter_(1, at, target)
+        last = target.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        last = torch.where(counts > 0, last, self.input[:, 0])
+        for each in (self.seq_lens, self.stored, self._position):
+            each.add_(counts)
+        self._draft(last)
+        offered = (self._drafts[:, 1:] >= 0).sum(1).amax()
+        torch.cat(
+            (self._unfinished.amax()[None], offered[None], counts, target.reshape(-1)),
+            out=self._news[: 2 + counts.numel() + target.numel()],
+        )
+
+    def _chosen(self, queries: int) -> Tensor:
+        """int64 `[B, N]`: the token that the model chooses after each token of the input."""
+        rows = self.choice.rows
+        scores = self._scores[: rows * queries]
+        lengths = self._lengths[: rows * queries]
+        at = self.seq_lens[:, None] + self._columns[:queries]
+        lengths.copy_(at.reshape(-1, 1))
+        seen = self.input[:, :queries].reshape(-1, 1)
+        for processor in self._processors:
+            if isinstance(processor, Held):
+                processor.length = lengths
+            scores = processor(seen, scores)
+        if self._noise is None:
+            chosen = torch.argmax(scores, dim=-1)
+        else:
+            chosen = drawn(torch.softmax(scores, dim=-1), self._noise[: rows * queries])
+        return chosen.view(rows, queries)
+
+    def _counted(self, target: Tensor) -> Tensor:
+        """int64 `[B]`: how many of the chosen tokens `[B, N]` each row gets. Rows that end are
+        finished."""
+        queries, columns = target.shape[1], self._columns[: target.shape[1]]
+        counts = accept(self._drafts[:, :queries].contiguous(), target)[1] + 1
+        counts = torch.minimum(counts, self._most - self.seq_lens)
+        if self.choice.ends:
+            ends = (target[..., None] == self._eos).any(-1)
+            first = torch.where(ends, columns + 1, queries + 1).amin(1)
+            counts = torch.minimum(counts, first)
+        counts = counts * self._unfinished
+        full = self.seq_lens + counts >= self._most
+        ended = full | (first <= counts) if self.choice.ends else full
+        self._unfinished.mul_(~ended)
+        return counts
+
+    def _draft(self, last: Tensor) -> None:
+        """Make the next input: the last token int64 `[B]` of each row, and its drafts."""
+        self._drafts[:, 0].copy_(last)
+        drafts, max_ngram = self.form
+        if max_ngram:
+            found = lookup_drafts(
+                self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
+            )
+            self._drafts[:, 1:].copy_(found[0])
+        self.input.copy_(self._drafts.clamp(min=0))
+        self.positions.copy_(self._position[:, None] + self._columns)
+
+    def _propose(self, draft: Draft) -> None:
+        proposal = draft.propose(DraftState(self.tokens, self.seq_lens))
+        tokens = proposal.checked(self.choice.rows, self.choice.vocab).tokens[:, : self.form.drafts]
+        self._drafts[:, 1:].fill_(-1)
+        self._drafts[:, 1 : 1 + tokens.shape[1]].copy_(tokens)
+        self.input.copy_(self._drafts.clamp(0, self.choice.vocab - 1))
+        self._news[1].copy_((tokens >= 0).sum(1).amax())

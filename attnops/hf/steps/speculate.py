@@ -1,0 +1,153 @@
+"""What drafts the tokens of a call of `generate()`: the model's own option, or transformers'
+arguments of the call, which win."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from attnops.adapters.handle import MARK
+from attnops.core.errors import PatchError, fail
+from attnops.core.record import need
+from attnops.hf.cache.page_sizes import DRAFTS
+from attnops.hf.steps.assistant import Assistant
+from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.round_graph import Form
+from attnops.nn import Draft
+
+LOOKUP, ASSISTANT = "prompt_lookup_num_tokens", "assistant_model"
+"""transformers' arguments of `generate()`."""
+
+Speculate = Literal["lookup"] | nn.Module | Draft | None
+"""The option of `patch`."""
+
+_NGRAM = "max_matching_ngram_size"
+
+
+class Plan(NamedTuple):
+    """How the rounds of a call draft.
+
+    form: of their graphs. draft: proposes the tokens. assistant: the model that does. Neither: they
+    are looked up in the text of their row.
+    """
+
+    form: Form
+    draft: Draft | None = None
+    assistant: Any = None
+
+    def drafts(self, asked: Asked) -> Any:
+        """What proposes the tokens of this call, which has read its prompt; None: none does."""
+        if self.assistant is None:
+            return self.draft
+        found = Assistant(self.assistant, self.form.drafts)
+        found.begin(asked, asked.max_length + self.form.depths[-1])
+        return found
+
+
+LOOKS_UP = Plan(Form())
+_PROPOSED = Form(max_ngram=0)
+
+
+class Drafting(NamedTuple):
+    """Of a call of `generate()`.
+
+    kwargs: its arguments, without those that the plan stands for. plan: None: nothing is drafted
+    here. why: transformers drafts.
+    """
+
+    kwargs: dict[str, Any]
+    plan: Plan | None
+    why: str = ""
+
+    def given(self) -> dict[str, Any]:
+        """The arguments for transformers, in which None overrides a field of its config."""
+        return {name: value for name, value in self.kwargs.items() if name != LOOKUP} | (
+            {LOOKUP: None} if LOOKUP in self.kwargs else {}
+        )
+
+
+def check(speculate: Any, owner: Any) -> None:
+    """Raise InvalidInput unless it is an option of `patch`, PatchError for an assistant with other
+    words than the model has."""
+    known = isinstance(speculate, nn.Module) or speculate in (None, "lookup")
+    want = "None, 'lookup', a transformers model that drafts, or an object with propose(state)"
+    need(known or hasattr(speculate, "propose"), "speculate", repr(speculate), want)
+    assists = isinstance(speculate, nn.Module) and not hasattr(speculate, "propose")
+    if assists and (why := _other_words(owner, speculate)):
+        fail(PatchError, f"patch: got speculate={type(speculate).__name__}; {why}")
+
+
+def plan_of(speculate: Any) -> Plan | None:
+    """The plan of a model with this option."""
+    if speculate is None:
+        return None
+    if not isinstance(speculate, nn.Module) and speculate == "lookup":
+        return LOOKS_UP
+    if hasattr(speculate, "propose"):
+        return Plan(_PROPOSED, speculate)
+    return Plan(_PROPOSED, assistant=speculate)
+
+
+def _other_words(owner: Any, assistant: Any) -> str:
+    """Why the words of an assistant are not those of a model; "" where they are."""
+    own, theirs = (
+        getattr(getattr(each, "config", None), "vocab_size", None) for each in (owner, assistant)
+    )
+    if own is None or own != theirs:
+        return f"it has {theirs} words and {type(owner).__name__} has {own}; want as many"
+    return ""
+
+
+def against_assistant(owner: Any, assistant: Any) -> str:
+    """Why a model cannot draft for another; "" where it can."""
+    if why := _other_words(owner, assistant):
+        return why
+    handle = vars(assistant).get(MARK)
+    if handle is None:
+        return "it is not patched; want attnops.patch(assistant) before"
+    handle._settle()
+    if handle._paged is None or handle._paged.states:
+        return f"its cache is not of pages alone ({handle._why or 'states'})"
+    return ""
+
+
+def drafting(
+    owner: Any, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan | None
+) -> Drafting:
+    """What drafts for a call. plan: of the model's option."""
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    configs = config, getattr(owner, "generation_config", None)
+    looked_up = _asked(LOOKUP, kwargs, configs)
+    assistant = kwargs.get(ASSISTANT)
+    if looked_up and assistant is not None:
+        return Drafting(kwargs, None)  # transformers refuses both
+    if looked_up:
+        ngram = _asked(_NGRAM, kwargs, configs) or 2
+        return _without(kwargs, Plan(Form(_most(looked_up), ngram)))
+    if assistant is None:
+        own = None if plan is None else plan.assistant
+        why = against_assistant(owner, own) if own is not None else ""
+        return Drafting(kwargs, None if why else plan, why and f"nothing was drafted: {why}")
+    if why := against_assistant(owner, assistant):
+        return Drafting(kwargs, None, f"transformers' own loop drafts: {why}")
+    asked = getattr(assistant.generation_config, "num_assistant_tokens", None) or 5
+    form = Form(min(_most(asked), _PROPOSED.drafts), 0)
+    return _without(kwargs, Plan(form, assistant=assistant))
+
+
+def _without(kwargs: dict[str, Any], plan: Plan) -> Drafting:
+    return Drafting({**kwargs, LOOKUP: False, ASSISTANT: None}, plan)
+
+
+def _most(tokens: int) -> int:
+    """Tokens that can be taken back from a window."""
+    return max(1, min(int(tokens), DRAFTS - 1))
+
+
+def _asked(name: str, kwargs: Mapping[str, Any], configs: Sequence[Any]) -> Any:
+    """An argument of `generate()`, or the field of the first config that has it."""
+    fields = (getattr(config, name, None) for config in configs)
+    found = (value for value in (kwargs.get(name), *fields) if value is not None)
+    return next(found, None)

@@ -1,0 +1,71 @@
+"""Launches of a round of speculation. Importing this module imports triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnops.kernels.shared.launch.gpu import launch
+from attnops.kernels.shared.sizes import power
+from attnops.kernels.triton.device import speculation as device
+
+if TYPE_CHECKING:
+    from attnops.ops.speculation.record import Accept, LookupDrafts
+    from attnops.ops.speculation.sampled import AcceptSampled
+
+MOST_AT_ONCE = 4096
+"""Tokens of a text that a program compares at once."""
+
+
+def lookup_drafts(call: LookupDrafts) -> tuple[Tensor, Tensor]:
+    tokens, lengths, count = call.tokens, call.seq_lens, call.num_drafts
+    batch, most = tokens.shape
+    drafts, counts = tokens.new_empty(batch, count), lengths.new_empty(batch)
+    block = min(power(most), MOST_AT_ONCE)
+    if batch:
+        launch(
+            device.lookup_drafts,
+            (batch,),
+            {"NGRAM": call.max_ngram, "K": count, "KP": power(count), "BLOCK": block},
+            (tokens, lengths, drafts, counts, most, *tokens.stride(), lengths.stride(0)),
+            warps=8,
+        )
+    return drafts, counts
+
+
+def accept(call: Accept) -> tuple[Tensor, Tensor, Tensor]:
+    results, constants = _of_nodes(call)
+    if call.tokens.shape[0]:
+        strides = (*call.tokens.stride(), *call.target.stride(), *_before(call))
+        args = (call.tokens, call.target, call.parents, *results, *strides)
+        launch(device.accept, call.tokens.shape[:1], constants, args, warps=1)
+    return results
+
+
+def accept_sampled(call: AcceptSampled) -> tuple[Tensor, Tensor, Tensor]:
+    results, constants = _of_nodes(call)
+    batch, _, words = call.target_probs.shape
+    if batch:
+        given = (call.tokens, call.target_probs, call.draft_probs, call.noise)
+        strides = [n for x in given for n in x.stride()]
+        rest = call.noise.new_empty(batch, words)
+        constants["BLOCK"] = min(power(words), MOST_AT_ONCE)
+        args = (*given, call.parents, rest, *results, words, *strides, *_before(call))
+        launch(device.accept_sampled, (batch,), constants, args, warps=16)
+    return results
+
+
+def _of_nodes(
+    call: Accept | AcceptSampled,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
+    """(the results of an acceptance, its sizes)."""
+    batch, nodes = call.tokens.shape
+    path = call.tokens.new_empty(batch, nodes, dtype=torch.int32)
+    results = path, path.new_empty(batch), call.tokens.new_empty(batch)
+    return results, {"N": nodes, "NP": power(nodes)}
+
+
+def _before(call: Accept | AcceptSampled) -> tuple[int, ...]:
+    return (0, 0) if call.parents is None else call.parents.stride()

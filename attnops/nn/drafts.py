@@ -1,0 +1,91 @@
+"""What drafts of speculative decoding share: the state that they are shown, and what they propose
+(https://arxiv.org/abs/2211.17192)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_dataclass
+
+from attnops.core.record import name, need
+from attnops.nn import arguments as check
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """What a draft is shown at the start of a round, for B rows.
+
+    Attributes:
+        tokens: int64 `[B, L]`; the text of row b, prompt included, is `tokens[b, :seq_lens[b]]`.
+            What is behind it has no meaning.
+        seq_lens: int32 `[B]`.
+        hidden: `[B, N, H]`, hidden states of the target that no proposal has seen yet, for drafts
+            that read them; else None. `hidden[b, i]` belongs to the token at position
+            `seq_lens[b] - 1 - fresh[b] + i`. The last token has none: the target has not read it
+            yet.
+        fresh: int32 `[B]`, how many of the N are row b's; what is behind them has no meaning. None
+            where hidden is.
+    """
+
+    tokens: Tensor
+    seq_lens: Tensor
+    hidden: Tensor | None = None
+    fresh: Tensor | None = None
+
+    @property
+    def position(self) -> Tensor:
+        """int32 `[B]`: the position of each row's last token, from 0."""
+        return self.seq_lens - 1
+
+
+register_dataclass(DraftState)
+
+
+class Proposal(NamedTuple):
+    """K tokens for each of B rows: a chain, or a tree.
+
+    Args:
+        tokens: int64 `[B, K]`. An id of -1 is no proposal and is never accepted.
+        parents: int32 `[B, K]`, the token that each one follows: an index below its own, or -1, the
+            row's last token. None: a chain, in which each token follows the one before it.
+        probabilities: float32 `[B, K, V]`, the distribution that each token was drawn from, V the
+            target's vocabulary. None: the tokens were not drawn, as with greedy drafts.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None = None
+    probabilities: Tensor | None = None
+
+    def checked(self, rows: int, vocab_size: int) -> Proposal:
+        """This proposal, whose shapes and dtypes are those above. Values are on the device and are
+        not read.
+
+        Raises InvalidInput.
+        """
+        tokens = check.tensor("tokens", self.tokens, f"[{rows}, K]", 2)
+        sizes = (rows, tokens.shape[1])
+        wanted = {
+            "tokens": (tokens, sizes, torch.int64),
+            "parents": (self.parents, sizes, torch.int32),
+            "probabilities": (self.probabilities, (*sizes, vocab_size), torch.float32),
+        }
+        for field, (given, shape, dtype) in wanted.items():
+            if given is None:
+                continue
+            found = check.tensor(field, given, str(list(shape)), len(shape))
+            need(tuple(found.shape) == shape, f"{field}.shape", tuple(found.shape), str(shape))
+            need(found.dtype == dtype, f"{field}.dtype", name(found.dtype), name(dtype))
+        return self
+
+
+class Draft(Protocol):
+    """Anything that proposes tokens. The target verifies them, so that a wrong proposal costs time
+    and no token."""
+
+    def propose(self, state: DraftState) -> Proposal:
+        """The tokens that may follow each row's text. K may not depend on values of tensors: a
+        round in a CUDA graph has fixed shapes, and its draft does not wait for the device."""
+        ...

@@ -1,0 +1,90 @@
+"""References of a round of speculation: plain, capturable torch ops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnops.ops.speculation.record import Accept, LookupDrafts
+    from attnops.ops.speculation.sampled import AcceptSampled
+
+
+def lookup_drafts(call: LookupDrafts) -> tuple[Tensor, Tensor]:
+    """The reference of `attnops.ops.lookup_drafts`."""
+    tokens, most = call.tokens, call.tokens.shape[1]
+    length = call.seq_lens.long().clamp(0, most)[:, None]
+    end = torch.arange(most, device=tokens.device)
+    matches = end < length - 1
+    matched = torch.zeros_like(tokens)
+    for n in range(call.max_ngram):
+        last = tokens.gather(1, (length - 1 - n).clamp(min=0))
+        matches = matches & (end >= n) & (tokens.roll(n, 1) == last)
+        matched = matched + matches
+    best = torch.where(matched > 0, matched * most + end, -1).amax(1, keepdim=True)
+    place = best % most + 1 + torch.arange(call.num_drafts, device=tokens.device)
+    there = (best >= 0) & (place < length)
+    drafts = torch.where(there, tokens.gather(1, place.clamp(max=most - 1)), -1)
+    return drafts, there.sum(1, dtype=torch.int32)
+
+
+def accept(call: Accept) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference of `attnops.ops.accept`. Children come after their parents, so that one pass
+    over the nodes follows the whole way."""
+    tokens, target = call.tokens, call.target
+    batch, nodes = tokens.shape
+    node = tokens.new_zeros(batch, dtype=torch.int32)
+    accepted, following = torch.zeros_like(node), target[:, 0]
+    path = node.new_full((batch, nodes), -1)
+    path[:, 0] = 0
+    for child in range(1, nodes):
+        parent = child - 1 if call.parents is None else call.parents[:, child]
+        token = tokens[:, child]
+        goes = (parent == node) & (token == following) & (token >= 0)
+        node = torch.where(goes, child, node)
+        following = torch.where(goes, target[:, child], following)
+        accepted = accepted + goes
+        path.scatter_(1, accepted[:, None].long(), node[:, None])
+    return path, accepted, following.clone()
+
+
+def accept_sampled(call: AcceptSampled) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference of `attnops.ops.accept_sampled`. Where rounding leaves nothing of a node's
+    distribution, the distribution counts anew."""
+    tokens, noise = call.tokens, call.noise
+    batch, nodes = tokens.shape
+    words = call.target_probs.shape[2]
+    node = tokens.new_zeros(batch, dtype=torch.int32)
+    accepted = torch.zeros_like(node)
+    path = node.new_full((batch, nodes), -1)
+    path[:, 0] = 0
+    own = rest = call.target_probs[:, 0]
+    total = torch.ones_like(noise[:, 0])
+    for child in range(1, nodes):
+        parent = child - 1 if call.parents is None else call.parents[:, child]
+        token, draft = tokens[:, child], call.draft_probs[:, child]
+        tried = (parent == node) & (token >= 0) & (token < words)
+        at = token.clamp(0, words - 1)[:, None]
+        p, q = rest.gather(1, at)[:, 0], draft.gather(1, at)[:, 0]
+        goes = tried & (noise[:, child] * q * total < p)
+        node = torch.where(goes, child, node)
+        accepted = accepted + goes
+        path.scatter_(1, accepted[:, None].long(), node[:, None])
+        own = torch.where(goes[:, None], call.target_probs[:, child], own)
+        left = _positive(rest / total[:, None] - draft)
+        sums = torch.where(goes, 0.0, left.sum(1))
+        rest = torch.where(tried[:, None], torch.where(sums[:, None] > 0, left, own), rest)
+        total = torch.where(tried, torch.where(sums > 0, sums, 1.0), total)
+    rest = _positive(rest)
+    place = torch.arange(words, device=rest.device)
+    reached = (rest > 0) & (rest.cumsum(1) > (noise[:, -1] * total)[:, None])
+    first = torch.where(reached, place, words).amin(1)
+    last = torch.where(rest > 0, place, 0).amax(1)
+    return path, accepted, torch.where(first < words, first, last)
+
+
+def _positive(x: Tensor) -> Tensor:
+    """0 in place of what is below, and of NaN."""
+    return torch.where(x > 0, x, 0.0)

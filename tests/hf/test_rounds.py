@@ -1,0 +1,259 @@
+"""Drafts of generate(): greedy tokens are those of plain decoding, samples have its distribution,
+and what is drafted costs time alone."""
+
+import copy
+
+import pytest
+import torch
+
+import attnops
+from attnops.core.errors import InvalidInput, PatchError
+from attnops.hf import tiny
+from attnops.hf.cache.names import cache_of, named
+from attnops.hf.steps.round_graph import News
+from attnops.hf.steps.rounds import PROBE, Depth
+from attnops.nn import Proposal
+from tests.hf.decoding import ENDS, Streamer, auto
+
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "granite",
+    "olmo2",
+    "deepseek_v3",
+    "gpt_oss",
+)
+
+
+class Oracle:
+    """Drafts the next tokens of known texts, of which a part is wrong, and some are none."""
+
+    def __init__(self, drafts=5, wrong=0.25):
+        self.drafts, self.wrong, self.texts = drafts, wrong, None
+        self._numbers = torch.Generator().manual_seed(1)
+
+    def propose(self, state):
+        at = state.seq_lens[:, None] + torch.arange(self.drafts)
+        found = self.texts.gather(1, at.clamp(max=self.texts.shape[1] - 1).long())
+        odds = torch.rand(found.shape, generator=self._numbers)
+        found = torch.where(odds < self.wrong, (found + 1) % tiny.VOCAB, found)
+        return Proposal(torch.where(odds < self.wrong / 5, -1, found))
+
+
+def asked(rows, length=9):
+    torch.manual_seed(rows)
+    ids = torch.randint(3, tiny.VOCAB, (rows, length))
+    mask = torch.ones_like(ids)
+    mask[1::2, :3] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask, "do_sample": False}
+
+
+def patched(model, speculate):
+    ours = copy.deepcopy(model)
+    return ours, attnops.patch(ours, decode=auto(compile_after=None), speculate=speculate)
+
+
+def worth(handle):
+    """Tokens of a row a round."""
+    return float(handle.took.rounds.split()[0])
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tokens_are_those_of_plain_decoding(kind):
+    """Batches whose rows keep different numbers of drafts, left padding, rows that end."""
+    model, draft = tiny.model(kind), Oracle()
+    ours, handle = patched(model, draft)
+    for rows, ends in ((1, None), (3, None), (3, ENDS[:8]), (1, ENDS[:8])):
+        given = {**asked(rows), "max_new_tokens": 17 + rows}
+        if ends:
+            given |= {"eos_token_id": ends, "pad_token_id": 0}
+        draft.texts = want = model.generate(**given)
+        assert torch.equal(ours.generate(**given), want)
+        assert handle.took.decode == "breakable" and handle.took.loop == ""
+        if not ends:
+            assert worth(handle) > 1.7
+
+
+LOOKED_UP = [{"prompt_lookup_num_tokens": 4}, {}]
+
+
+@pytest.mark.parametrize("more", LOOKED_UP, ids=["transformers' argument", "patch()"])
+def test_tokens_that_are_looked_up(more):
+    model = tiny.model("llama")
+    ours, handle = patched(model, None if more else "lookup")
+    for rows in (1, 2):
+        given = {**asked(rows), "max_new_tokens": 40}
+        given["input_ids"][:, 5:8] = given["input_ids"][:, 2:5]
+        want = model.generate(**given)
+        # What the text says twice is found: the second call repeats the text of the first.
+        for prompt in (given["input_ids"], torch.cat([want, want[:, :12]], 1)):
+            call = {**given, "input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+            assert torch.equal(ours.generate(**call, **more), model.generate(**call))
+            assert worth(handle) >= 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_an_assistant(kind):
+    """A model that drafts for itself is right, in its own pages, whose rows are of one length no
+    more than the model's."""
+    model, other = tiny.model("llama"), tiny.model(kind, seed=0 if kind == "llama" else 3)
+    ours, handle = patched(model, None)
+    first = {**asked(1), "max_new_tokens": 4, "assistant_model": tiny.model("llama")}
+    ours.generate(**first)
+    assert "it is not patched; want attnops.patch(assistant)" in handle.took.rounds
+    attnops.patch(other, decode=auto(compile_after=None))
+    for rows in (1, 3):
+        given = {**asked(rows), "max_new_tokens": 20}
+        want = model.generate(**given)
+        for _ in range(2):
+            assert torch.equal(ours.generate(**given, assistant_model=other), want)
+            right = worth(handle)
+            assert right > 2.9 if kind == "llama" else right < 2.9
+
+
+def test_samples_have_the_distribution_of_plain_decoding():
+    """The third token of many rows, whose drafts are right now and then, against exact
+    probabilities; the test tells a temperature that is 5% off."""
+    model, draft = tiny.model("llama"), Oracle(3, wrong=0.3)
+    ours, _ = patched(model, draft)
+    ids, rows, temperature = torch.tensor([[5, 9, 11, 7]]), 64, 0.35
+
+    def after(text, temperature):
+        return torch.softmax(model(text).logits[:, -1].double() / temperature, -1)
+
+    def exact(temperature):
+        with torch.no_grad():
+            first = after(ids, temperature)[0]
+            texts = torch.cat([ids.expand(tiny.VOCAB, -1), torch.arange(tiny.VOCAB)[:, None]], 1)
+            return first @ after(texts, temperature)
+
+    draft.texts = model.generate(ids, max_new_tokens=6, do_sample=False).expand(rows, -1)
+    torch.manual_seed(3)
+    given = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "temperature": temperature}
+    found = torch.cat([ours.generate(ids.expand(rows, -1), **given)[:, 5] for _ in range(80)])
+    counts = torch.bincount(found, minlength=tiny.VOCAB).double()
+
+    def surprise(temperature):
+        want = exact(temperature) * counts.sum()
+        often = want > 8
+        pairs = (counts[often], want[often]), (counts[~often].sum(), want[~often].sum())
+        return sum(((got - due) ** 2 / due).sum() for got, due in pairs), int(often.sum())
+
+    (right, degrees), (off, _) = surprise(temperature), surprise(temperature * 1.05)
+    bound = degrees + 4 * (2 * degrees) ** 0.5
+    assert right < bound < off
+
+
+def test_streamed_once_and_in_order():
+    model, draft = tiny.model("llama"), Oracle()
+    ours, _ = patched(model, draft)
+    given, streamer = {**asked(1), "max_new_tokens": 20}, Streamer()
+    draft.texts = want = model.generate(**given)
+    ours.generate(**given, streamer=streamer)
+    *tokens, end = streamer.got
+    assert end is None and [each for put in tokens[1:] for each in put] == want[0, 9:].tolist()
+
+
+def test_a_cache_that_the_caller_keeps():
+    """It counts the tokens that were kept alone, and the next turn goes on with it."""
+    model, draft = tiny.model("llama"), Oracle()
+    ours = copy.deepcopy(model)
+    handle = attnops.patch(ours, cache="paged", decode=auto(compile_after=None), speculate=draft)
+    given = {**asked(1), "max_new_tokens": 12, "return_dict_in_generate": True}
+    want = model.generate(**given)
+    draft.texts = torch.cat([want.sequences, want.sequences], 1)
+    got = ours.generate(**given, **named(handle.new_cache(1, 64)))
+    assert torch.equal(got.sequences, want.sequences) and worth(handle) > 1.7
+    assert int(cache_of(got).get_seq_length()) == want.past_key_values.get_seq_length()
+    turn = torch.cat([want.sequences, torch.tensor([[7, 8, 9]])], 1)
+    more = {**given, "input_ids": turn, "attention_mask": torch.ones_like(turn)}
+    again = model.generate(**more, **named(cache_of(want)))
+    found = ours.generate(**more, **named(cache_of(got)))
+    assert torch.equal(found.sequences, again.sequences)
+
+
+NONE = {
+    "a repetition penalty": {"repetition_penalty": 1.3},
+    "the caller keeps their cache": {"return_dict_in_generate": True},
+}
+
+
+@pytest.mark.parametrize("why", NONE)
+def test_calls_without_drafts_say_why(why):
+    model = tiny.model("llama")
+    ours, handle = patched(model, "lookup")
+    given = {**asked(2), "max_new_tokens": 6, **NONE[why]}
+    got, want = ours.generate(**given), model.generate(**given)
+    assert torch.equal(getattr(got, "sequences", got), getattr(want, "sequences", want))
+    assert why in handle.took.rounds and handle.took.decode == "breakable"
+
+
+def test_a_model_without_graphs_says_that_nothing_was_drafted():
+    model = tiny.model("llama")
+    handle = attnops.patch(model, speculate="lookup")
+    model.generate(**asked(1), max_new_tokens=3)
+    assert handle.took.rounds.startswith("nothing was drafted")
+
+
+class Broken:
+    """Drafts nonsense of a kind."""
+
+    def __init__(self, proposal):
+        self.proposal = proposal
+
+    def propose(self, state):
+        return self.proposal() if state.tokens.shape[0] else None
+
+
+def raises():
+    raise KeyError("the draft's own")
+
+
+BROKEN = {
+    "error": (raises, KeyError, "own"),
+    "shape": (lambda: Proposal(torch.zeros(3, 2, dtype=torch.int64)), InvalidInput, "tokens.shape"),
+    "dtype": (lambda: Proposal(torch.zeros(1, 2)), InvalidInput, "tokens.dtype"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_errors_of_a_draft_end_the_call(what):
+    proposal, error, why = BROKEN[what]
+    model = tiny.model("llama")
+    draft = Broken(proposal)
+    ours, _ = patched(model, draft)
+    given = {**asked(1), "max_new_tokens": 8}
+    with pytest.raises(error, match=why):
+        ours.generate(**given)
+    # Ids that are no words are not accepted, and are no address.
+    draft.proposal = lambda: Proposal(torch.tensor([[tiny.VOCAB + 7, -5, 2**40]]))
+    assert torch.equal(ours.generate(**given), model.generate(**given))
+
+
+def test_options_that_cannot_draft():
+    model = tiny.model("llama")
+    with pytest.raises(InvalidInput, match="speculate: got 'look', want None, 'lookup'"):
+        attnops.patch(model, speculate="look")
+    with pytest.raises(InvalidInput, match="speculate"):
+        attnops.patch(torch.nn.MultiheadAttention(8, 2), speculate="lookup")
+    other = tiny.model("qwen3", vocab_size=96)
+    attnops.patch(other, decode=auto())
+    with pytest.raises(PatchError, match="it has 96 words and LlamaForCausalLM has 128"):
+        attnops.patch(model, decode=auto(), speculate=other)
+
+
+def test_the_depth_of_a_round_follows_what_drafts_were_worth():
+    depth = Depth((1, 5, 8), rows=1)
+    right, wrong = News([8], [], 7, False), News([1], [], 7, False)
+    assert depth.next(7) == 8 and depth.next(0) == 1
+    for _ in range(60):
+        depth.note(8, wrong)
+    found = [depth.next(7) for _ in range(2 * PROBE)]
+    assert found.count(1) == 2 * PROBE - 2 and found[PROBE - 1] == 8
+    for _ in range(20):
+        depth.note(8, right)
+    assert depth.next(7) == 8
