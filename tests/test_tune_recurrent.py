@@ -1,11 +1,16 @@
 """Measured times of layers that carry a state: what is counted, and the choice by them."""
 
+import warnings
+
 import pytest
 import torch
 
+from attnops.core import errors
+from attnops.core.errors import NotFast
 from attnops.core.kernel import kernels_of
-from attnops.core.problem import Target, altered
-from attnops.core.select import select_by
+from attnops.core.problem import Target, altered, pretend
+from attnops.core.select import choose, select_by
+from attnops.core.told import installs
 from attnops.measured import Grid, Sizes, Table, distance, place, work
 from attnops.ops.recurrent.timed import CONV, RULE, SCAN
 from attnops.ops.sweeps import decoding, toy
@@ -62,3 +67,28 @@ def test_the_choice_follows_the_times_of_a_kind(op):
         for elsewhere in (wide, problem_at(kind, other, H200)):
             assert distance(timed, elsewhere) == float("inf")
             assert select_by(table, elsewhere).kernel.name == "triton"
+
+
+# Torch's own ops, where no package brings a kernel -----------------------------------------------
+
+
+def bare(op, packages=(), gpu="NVIDIA H200", dtype=torch.bfloat16):
+    """A prompt on a GPU with these packages, or on a CPU."""
+    target = Target("cuda", 90, packages, gpu) if gpu else Target("cpu", 0, packages)
+    return altered(problem_at(KINDS[op], TOKENS, target), dtype=dtype, kv_dtype=dtype)
+
+
+@pytest.mark.parametrize("op", KINDS)
+def test_a_stand_in_on_a_gpu_warns_once_and_says_what_to_install(op, monkeypatch):
+    monkeypatch.setattr(errors, "_WARNED", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose(bare(op, ("triton",)))
+        choose(bare(op, gpu=""))
+        choose(bare(op, dtype=torch.float64))  # no package has a kernel of it
+        with pretend(Target("cuda", 90)):
+            choose(bare(op))
+        with pytest.raises(NotFast, match=rf"{op} runs as torch's own ops on NVIDIA H200 \(sm90\)"):
+            choose(bare(op))
+        assert choose(bare(op)).name == "aten"
+    assert "for triton: pip install triton" in installs(kernels_of(op)["aten"], bare(op))

@@ -410,9 +410,9 @@ class PatchError(AttnopsError, RuntimeError):
 
 class NotFast(UserWarning):
     """A model that could have had pages or CUDA graphs does not get them, for a reason that is its
-    own, the machine's or a version's.
+    own, the machine's or a version's; or no kernel of an op is installed on a GPU.
 
-    It warns once a process for each class of model. Results are right.
+    It warns once a process for each class of model, or op. Results are right.
     """
 
 

@@ -127,6 +127,7 @@ class Kernel:
     not handed. None: `run` runs them.
     judge: the plain body that all others are compared with. No estimate chooses it on a GPU where
     another kernel can run.
+    stopgap: torch's own ops, which on a GPU take several times as long as the op's other kernels.
     workspace_bytes: how much scratch, zeroed once, a call must bring: a pure function of a Problem
     that meets the needs.
     invariant: None: results depend on the batch. inline: None: the kernel is called. capture,
@@ -153,6 +154,7 @@ class Kernel:
     capture: Capture = Capture.WHOLE
     tolerance: Tolerance = field(default_factory=Tolerance)
     judge: bool = False
+    stopgap: bool = False
     workspace_bytes: Callable[[Problem], int] | None = None
     invariant: Invariant | None = None
     inline: Inline | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from attnops.core.kernel import (
     kernels_of,
 )
 from attnops.core.problem import Extent, Extents, Problem, Refusal, altered
+from attnops.core.told import tell
 from attnops.core.traits import Unbuilt
 from attnops.measured import (
     ESTIMATED,
@@ -286,8 +286,6 @@ def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
     """As `select`, but the kernel itself. Raises NoKernel with every reason when none may run, or
     when a forced one may not."""
     kernel = select_by(in_force(problem.target).table, problem, policy, brief=True).kernel
-    if kernel is not None and kernel.unrepeated(problem):
-        warnings.warn(UNREPEATED.format(f"{kernel.op}.{kernel.name}"), UserWarning, stacklevel=2)
     if kernel is None:
         decision = select(problem, policy)
         forced = decision.policy.forced(problem.op)
@@ -297,13 +295,9 @@ def choose(problem: Problem, policy: Policy | str = "") -> Kernel:
             else f"no kernel can run this {problem.op}",
             decision,
         )
+    if kernel.stopgap or problem.step.repeatable != "no":
+        tell(kernel, problem)
     return kernel
-
-
-UNREPEATED = (
-    "{} may give other bits at the next run: no kernel that repeats them takes this call, "
-    "and torch.use_deterministic_algorithms(True, warn_only=True) is in force"
-)
 
 
 def workspace_bytes(problem: Problem, policy: Policy | str = "") -> int:

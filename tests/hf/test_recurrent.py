@@ -5,7 +5,9 @@ No kernel of attnops serves a CPU, so the policy asks for the references.
 
 import copy
 import functools
+import inspect
 import pickle
+from functools import partial
 from unittest.mock import patch as replaced
 
 import pytest
@@ -13,8 +15,9 @@ import torch
 from transformers import DynamicCache
 
 import attnops
+from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
-from attnops.hf.models import delta
+from attnops.hf.models import chosen, delta
 
 REFERENCES = dict.fromkeys(("gated_delta_rule", "causal_conv1d"), "reference")
 NAMES = ("qwen3_next", "qwen3_5")
@@ -74,6 +77,54 @@ def test_tokens_are_those_of_the_stock_model(name, called):
     with attnops.use(REFERENCES):
         chat(model, 1)
     assert not called
+
+
+def test_a_report_names_packages_and_what_to_install():
+    model, fla = tiny.model("qwen3_next"), "torch_chunk_gated_delta_rule"
+    [module] = {type(m) for m in model.modules() if type(m).__name__ == "Qwen3NextGatedDeltaNet"}
+    file = __import__(module.__module__, fromlist=[fla])
+    h200 = partial(Target, "cuda", 90, gpu="NVIDIA H200")
+    with attnops.patch(model) as handle:
+        with pretend(h200(())):
+            text = str(handle.report())
+        assert "; faster gated_delta_rule for fla: pip install 'fla-core" in text
+        assert "for triton: pip install triton; faster causal_conv1d for" in text
+        with replaced.object(file, fla, of_package(getattr(file, fla))), pretend(h200(("triton",))):
+            text = str(handle.report())
+        assert (
+            "gated_delta_rule.triton and causal_conv1d.triton in graphs, and functions of" in text
+        )
+        assert "of fla that transformers calls outside of them" in text and "faster" not in text
+
+
+def test_explain_names_the_kernels_of_layers_with_states():
+    model = tiny.model("qwen3_next")
+    with attnops.patch(model):
+        found = attnops.explain(model, numbers(1, 9), target="h200", quiet=True)
+    assert {"causal_conv1d.triton", "gated_delta_rule.triton"} <= {*found.chosen()}
+
+
+def test_a_patched_model_is_told_of_what_is_chosen():
+    sizes = (("q_heads", 3), ("kv_heads", 1), ("head_dim", 5), ("v_head_dim", 7))
+    with replaced.object(chosen, "tell") as told:
+        chosen.is_ours("gated_delta_rule", "", torch.device("cpu"), torch.float32, 9, sizes, ())
+    [(kernel, problem)] = (call.args for call in told.call_args_list)
+    assert kernel.name == "aten" and problem.v_head_dim == 7
+
+
+def of_package(plain):
+    """As transformers has a function that the package fla serves."""
+
+    def implementation(*args, **more):
+        return plain(*args, **more)
+
+    implementation.__module__ = "fla.ops.gated_delta_rule"
+
+    @functools.wraps(inspect.unwrap(plain))
+    def run(*args, **more):
+        return implementation(*args, **more)
+
+    return run
 
 
 def test_gradients_are_those_of_the_stock_model(called):

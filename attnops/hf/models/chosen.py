@@ -10,6 +10,7 @@ import torch
 from attnops.core.kernel import generation
 from attnops.core.problem import Extent, Problem, Target, pretended
 from attnops.core.select import Decision, active_policy, has_failed, select
+from attnops.core.told import installs, tell
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -41,6 +42,8 @@ def is_ours(
     if (known := _ANSWERS.get(key)) is not None:
         return known
     decision = select(_problem(pretended(), op, device, dtype, most, sizes, asks), policy)
+    if decision.kernel is not None:
+        tell(decision.kernel, decision.problem)
     answer = named(decision) not in ("", STOCK)
     if not has_failed(decision):
         if len(_ANSWERS) >= MOST:
@@ -54,11 +57,14 @@ def named(decision: Decision) -> str:
     return "" if decision.kernel is None else decision.kernel.name
 
 
-def kernel_now(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str:
-    """The name of the kernel that answers now: of attnops, or "" for torch's own ops."""
-    target = pretended()
-    name = named(select(_problem(target, op, device, dtype, None, sizes, ()), active_policy()))
-    return "" if name == STOCK else name
+def kernel_now(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[str, str]:
+    """(the name of the kernel that answers now: of attnops, or "" for torch's own ops; what to
+    install for a faster one, "" for nothing)."""
+    problem = _problem(pretended(), op, device, dtype, None, sizes, ())
+    kernel = select(problem, active_policy()).kernel
+    if kernel is None:
+        return "", ""
+    return "" if kernel.name == STOCK else kernel.name, installs(kernel, problem)
 
 
 MOST = 512

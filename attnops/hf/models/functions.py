@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnops.core.private_torch import FakeTensor
 from attnops.core.select import active_policy
 from attnops.hf.models.chosen import Sizes, is_ours
 from attnops.ops import request_starts
@@ -53,7 +54,7 @@ def is_served(
 ) -> bool:
     """Does an op answer? One whose kernel is not torch's own code, or any one of several texts in a
     row. x: a tensor of the call. sizes, asks: see `is_ours`."""
-    if type(x) is not Tensor or not x.numel():
+    if type(x) not in (Tensor, FakeTensor) or not x.numel():  # explain asks with fake ones
         return False
     policy = active_policy()
     return texts is not None or bool(is_ours(op, policy, x.device, x.dtype, None, sizes, asks))

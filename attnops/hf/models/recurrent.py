@@ -86,7 +86,7 @@ class Recurrent:
 
     def notes(self) -> tuple[str, ...]:
         """Lines of a report; none for a model without linear attention."""
-        count, taken = len(self.sites), Counter(_kernels(swap.target) for swap in self._swaps)
+        count, taken = len(self.sites), Counter(map(_kernels, self._swaps))
         lines = (
             f"linear attention of {n} of {count} layers: {kernels}" for kernels, n in taken.items()
         )
@@ -94,18 +94,32 @@ class Recurrent:
         return (*lines, *left_alone("linear attention", left))
 
 
-def _kernels(module: Any) -> str:
+def _kernels(swap: Swap) -> str:
     """What runs a module now: the kernels of its ops, as `gated_delta_rule.triton`, or
-    transformers."""
+    transformers; the packages that transformers calls, and what to install for faster kernels."""
+    module = swap.target
     family = next(each for each in FAMILIES if each.op == vars(module)[_MARK])
     weight = _conv_of(module).weight
     ops: dict[str, Sizes] = {family.op: family.sizes(module)} if family.op else {}
     ops["causal_conv1d"] = (("in_features", weight.shape[0]),)
     names = {op: kernel_now(op, weight.device, weight.dtype, sizes) for op, sizes in ops.items()}
-    ours = [f"{op}.{name}" for op, name in names.items() if name]
+    ours = " and ".join(f"{op}.{name}" for op, (name, _) in names.items() if name)
+    others = ", ".join(_packages(swap.own))
+    own = f"functions of {others} that transformers calls" if others else "transformers' own code"
+    lacks = "".join(f"; faster {op} {better}" for op, (_, better) in names.items() if better)
     if not ours:
-        return f"transformers' own code, for no kernel of attnops is chosen on {weight.device.type}"
-    return " and ".join(ours)
+        return f"{own}, for no kernel of attnops is chosen on {weight.device.type}{lacks}"
+    if others:
+        return f"{ours} in graphs, and {own} outside of them{lacks}"
+    return f"{ours}{lacks}"
+
+
+def _packages(cls: Any) -> list[str]:
+    """Those whose functions transformers calls for a module of this class in place of its own."""
+    code: Any = inspect.unwrap(cls.forward)
+    found = {code.__globals__[name] for name in _called(code)}
+    served = [inspect.getclosurevars(f).nonlocals["implementation"] for f in found if of_package(f)]
+    return sorted({each.__module__.partition(".")[0] for each in served})
 
 
 def _conv_of(module: nn.Module) -> Any:

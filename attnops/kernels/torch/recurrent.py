@@ -298,6 +298,7 @@ for _op, _rule in (
             _rule,
             dtypes=FLOATS,
             cost_us=rule_cost_us,
+            stopgap=True,
             about="torch's own products, by chunks of 64 tokens",
         )
     )
@@ -315,6 +316,7 @@ for _op, _conv, _inline in (
             FLOATS,
             cost_us=conv_cost_us,
             inline=_inline,
+            stopgap=True,
             about="torch's own ops; the compiler fuses those of the forward pass",
         )
     )
