@@ -28,6 +28,7 @@ from attnops.bench import (
     latent,
     ops,
     overhead,
+    speculate,
     training,
     training_steps,
 )
@@ -128,6 +129,13 @@ SUITES = (
         "hybrid",
         "layers that carry a state, and whole models that have them",
         hybrid.cases,
+        2.0,
+        usual=False,
+    ),
+    Suite(
+        "speculate",
+        "generate() with drafts, that are right with a set probability",
+        speculate.cases,
         2.0,
         usual=False,
     ),

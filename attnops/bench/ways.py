@@ -12,6 +12,7 @@ from attnops.bench import Point, Setup
 from attnops.bench.rows import Row
 from attnops.core.errors import InvalidInput
 from attnops.hf import Decode
+from attnops.hf.steps.speculate import LOOKUP
 from attnops.ops.linear.record import LINEAR
 
 
@@ -82,6 +83,7 @@ HYBRIDS = {
     **{n: CALLS[n] for n in ("hf", "attnops", "hf_torch")},
 }
 FLEX = How(attention="flex_attention", device="cuda")
+NGRAM: Row = {"max_matching_ngram_size": 3}  # that of `speculate="lookup"`
 WAYS: dict[str, dict[str, How]] = {
     "decode": STEPS,
     "prefill": {
@@ -107,6 +109,16 @@ WAYS: dict[str, dict[str, How]] = {
     "generate": CALLS,
     "first_token": {name: CALLS[name] for name in ("hf", "hf_static", "attnops", "hf_again")},
     "hybrid": HYBRIDS,
+    "speculate": {
+        "attnops": How({}),
+        **{
+            f"attnops_lookup_{tokens}": How({}, given={**NGRAM, LOOKUP: tokens}, device="cuda")
+            for tokens in (1, 3, 4, 7)
+        },
+        **{f"attnops_right_{often}": How({}, device="cuda") for often in (0, 80, 100)},
+        "hf": How(asked=True),
+        "hf_lookup": How(given={**NGRAM, LOOKUP: 7}, asked=True),
+    },
     "cliffs": {
         "hf": CALLS["hf"],
         "attnops": replace(CALLS["attnops"], device="cuda"),
@@ -206,6 +218,12 @@ PLACES: dict[str, Places] = {
         "small": {"qwen3_next": (Point(2, 128),)},
         "quick": STATES,
         "full": STATES,
+    },
+    "speculate": {
+        "toy": {"llama": (Point(2, 72),)},
+        "small": {"llama-small": (Point(1, 128),)},
+        "quick": {LLAMA: (ONE, EIGHT)},
+        "full": {LLAMA: (ONE, EIGHT, Point(32, 1024))},
     },
     "training_steps": {
         "toy": {"llama": TOY, "gpt_oss": TOY},

@@ -1,0 +1,204 @@
+"""Suite `speculate`: `generate()` with drafts beside plain decoding.
+
+The models have random weights but for their embeddings, which are so large, and rows of the last
+linear so chosen, that the next token is a known function of the last one. Drafts that know it are
+right with a set probability. All weights are read as ever, so that times are true. A way that
+writes another text has no time; of attention the text says nothing, and the suites of models do.
+
+`attnops`: `attnops.patch(model)`, no more: a step for each token. `attnops_lookup_1`, `_3`, `_4`
+and `_7`: as many tokens are looked up in the text. It repeats after 64 tokens, so that all are
+right after a prompt that is as long. `attnops_lookup_7` is `speculate="lookup"`.
+`attnops_right_0`, `_80`, `_100`: an object drafts seven tokens, of which each is right so often, in
+percent. `hf`, `hf_lookup`: transformers, which looks up for one row alone; they run only if
+`--ways` names them.
+
+Times are those of a token, from calls in turns, each less the time of a call for one token.
+`tokens_a_round`: tokens of a row. `round_us`: of a round, and `of_step` that over a step of
+`attnops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnops.bench import Point, Setup, generate, models, ways
+from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
+from attnops.nn import DraftState, Proposal
+from attnops.tune.clock import Timed, Times, steps_us
+
+SUITE, PLAIN = "speculate", "attnops"
+NEW = {"toy": 17, "small": 41, "quick": 81, "full": 241}
+"""The first of them is the prompt's. The others fill whole rounds of 2, 4, 5 and 8 tokens."""
+RIGHT = {"attnops_right_0": 0.0, "attnops_right_80": 0.8, "attnops_right_100": 1.0}
+"""Ways whose drafts are right with this probability."""
+DRAFTS = 7
+CYCLE = 64
+"""Tokens after which a text repeats."""
+LOUD = 100.0
+"""Standard deviation of the embeddings. What 32 layers add to them is about a tenth of it."""
+
+
+def cases(setup: Setup) -> dict[str, Case]:
+    """Every model at its prompts. Raises InvalidInput for a way that this device does not have."""
+    ways.check(setup, SUITE)
+    return models.over(setup, SUITE, measure)
+
+
+def text_from(first: Tensor, length: int, vocab: int) -> Tensor:
+    """int64 `[..., length]`: the text that begins with the token `first` `[..., 1]`."""
+    start = first // CYCLE * CYCLE
+    count = (vocab - start).clamp(max=CYCLE)
+    return start + (first - start + torch.arange(length, device=first.device)) % count
+
+
+def teach(model: Any) -> Tensor:
+    """Make the model write `text_from`. Returns int64 `[V, 1 + DRAFTS]`: for each token the text
+    that begins with it."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if head.weight is embeddings:
+        head.weight = nn.Parameter(torch.empty_like(embeddings), requires_grad=False)
+    vocab, device = len(embeddings), embeddings.device
+    embeddings.normal_(0.0, LOUD, generator=torch.Generator(device).manual_seed(0))
+    words = torch.arange(vocab, device=device)[:, None]
+    known = text_from(words, 1 + DRAFTS, vocab)
+    head.weight[known[:, 1]] = embeddings * (0.02 / LOUD)
+    return known
+
+
+class Guesses:
+    """A draft that knows the text. right: the probability of each of its tokens to be."""
+
+    def __init__(self, known: Tensor) -> None:
+        self.right, self._known = 1.0, known[:, 1:]
+        self._numbers = torch.Generator(known.device).manual_seed(0)
+
+    def propose(self, state: DraftState) -> Proposal:
+        """A wrong token is the last one again, which never follows within a cycle."""
+        last = state.tokens.gather(1, state.position[:, None].long())
+        known = self._known[last[:, 0]]
+        odds = torch.rand(known.shape, generator=self._numbers, device=known.device)
+        return Proposal(torch.where(odds < self.right, known, last))
+
+
+class Calls:
+    """Calls of `generate()` at one point, whose text is `want`."""
+
+    def __init__(self, setup: Setup, model: Any, point: Point, known: Tensor) -> None:
+        self._model, self.new = model, NEW[setup.size]
+        first = models.tokens(setup, model, point.batch, 1)
+        self.want = text_from(first, point.context + self.new, len(known))
+        given = generate.arguments(setup, model, point, self.new)
+        self._given = {**given, "inputs": self.want[:, : point.context]}
+        self._draft = Guesses(known)
+        self._made: dict[str, tuple[Any, Any]] = {}
+
+    def way(self, name: str, how: ways.How) -> Way:
+        """One of the suite. It raises RuntimeError if nothing was drafted where something should
+        be, or if a call that is timed writes another text."""
+        one, handle = self._patched(name, how)
+        given, found = {**self._given, **how.given}, Row()
+        drafts = handle is not None and kind_of(name) != PLAIN
+
+        def text() -> Tensor:
+            self._draft.right = RIGHT.get(name, 1.0)
+            written: Tensor = one.generate(**given)
+            if handle is not None:
+                found["decode"] = handle.took.decode
+            if drafts:
+                found["tokens_a_round"] = tokens_a_round(handle.took.rounds)
+            return written
+
+        def warm() -> Tensor:
+            for _ in range(generate.WARM):
+                text()
+                generate.wait_for_kernels()
+            return text()
+
+        def timed() -> None:
+            if not torch.equal(text(), self.want):
+                raise RuntimeError(f"{name}: a call that was timed wrote another text")
+
+        return Way(Timed(timed), warm, more=found)
+
+    def _patched(self, name: str, how: ways.How) -> tuple[Any, Any]:
+        """Of `models.patched`. Ways of a kind share a model. They are of so few kinds, and yet of
+        several: a model keeps few large graphs of rounds."""
+        kind = kind_of(name)
+        if kind not in self._made:
+            if name in RIGHT:
+                how = replace(how, patch={**(how.patch or {}), "speculate": self._draft})
+            self._made[kind] = models.patched(self._model, how)
+        return self._made[kind]
+
+    def clock(self, steps: Mapping[str, Timed]) -> Times:
+        """The time of a token after the first one."""
+        one = {**self._given, "max_new_tokens": 1}
+        prompts = {
+            f"{kind}, prompt": Timed(partial(model.generate, **one))
+            for kind, (model, _) in self._made.items()
+        }
+        us = steps_us({**steps, **prompts}, rounds=generate.ROUNDS, cap_s=40.0)
+
+        def token(name: str) -> dict[str, float]:
+            whole, prompt = us[name], us[f"{kind_of(name)}, prompt"]
+            found = {
+                "median_us": whole["median_us"] - prompt["median_us"],
+                "spread_us": whole["spread_us"] + prompt["spread_us"],
+            }
+            return {name: round(spent / (self.new - 1), 2) for name, spent in found.items()}
+
+        return {name: token(name) for name in steps}
+
+
+def kind_of(name: str) -> str:
+    """Of a way, without the number at the end of its name."""
+    return name.rstrip("_0123456789")
+
+
+def tokens_a_round(told: str) -> float:
+    """Of a row. told: `Patched.took.rounds`. Raises RuntimeError: nothing was drafted."""
+    each = told.partition(" ")[0]
+    if not each[:1].isdigit():
+        raise RuntimeError(told)
+    return float(each)
+
+
+@torch.no_grad()
+def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
+    """The ways of one model at one prompt, in turns. Raises RuntimeError if transformers' own model
+    writes another text."""
+    model = kept(name)
+    calls = Calls(setup, model, point, teach(model))
+    some, new = calls.want[: models.EXACT], calls.new
+    follows = model(some[:, :-1], logits_to_keep=new).logits.argmax(-1)
+    if not torch.equal(follows, some[:, -new:]):
+        raise RuntimeError(f"{name} does not write the text that its embeddings are made for")
+
+    def figures(us: float, way: Way) -> Row:
+        found = {
+            "tokens_s": round(point.batch / us * 1e6, 1),
+            "layers": model.config.num_hidden_layers,
+            "new_tokens": new,
+        }
+        if each := way.more.get("tokens_a_round"):
+            rounds = round(new / each)
+            found |= {"tokens_a_round": each, "round_us": round(us * (new - 1) / rounds, 2)}
+        return found
+
+    made: Ways = {
+        way: partial(calls.way, way, how) for way, how in ways.chosen(setup, SUITE, PLAIN).items()
+    }
+    rows = time_if_right(
+        f"{name} {point}", made, calls.want, 0.0, calls.clock, more=figures, own=(PLAIN,)
+    )
+    for step_us in [row["median_us"] for row in rows if row["way"] == PLAIN and "median_us" in row]:
+        for row in rows:
+            if "round_us" in row:
+                row["of_step"] = round(row["round_us"] / step_us, 4)
+    return with_ratios(rows, PLAIN, "hf", "hf_lookup")

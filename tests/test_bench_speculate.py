@@ -1,0 +1,82 @@
+"""The suite `speculate` at toy size, over a stand-in for CUDA graphs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the suite measures transformers models")
+
+from attnops.bench import models, speculate, ways
+from attnops.hf.steps import round_graph
+from tests.hf.decoding import auto
+from tests.measuring import by_way
+from tests.test_bench import TOY
+
+OURS = {name: how for name, how in ways.WAYS["speculate"].items() if how.patch is not None}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Our ways as on a GPU."""
+    patch = {"decode": auto(compile_after=None)}
+    some = {name: replace(how, patch=patch, device="") for name, how in OURS.items()}
+    monkeypatch.setitem(ways.WAYS, "speculate", some)
+
+
+def rows(setup=TOY):
+    (case,) = speculate.cases(setup).values()
+    return by_way(case())
+
+
+def test_rounds_beside_steps(graphs):
+    found = rows()
+    assert list(found) == list(OURS)
+    assert "round_us" not in found["attnops"]
+    for way, row in found.items():
+        assert row["tokens_s"] == pytest.approx(2e6 / row["median_us"], rel=1e-3, abs=0.06)
+        if way != "attnops":
+            assert row["decode"] == "breakable" and row["of_attnops"] > 0
+            whole = row["round_us"] / found["attnops"]["median_us"]
+            assert row["of_step"] == pytest.approx(whole, rel=1e-3)
+    each = {way: row["tokens_a_round"] for way, row in found.items() if way != "attnops"}
+    # The prompt's own token and 16 of rounds, which are one too many where the last one is full.
+    rounds = {"lookup_1": 9, "lookup_3": 5, "lookup_4": 4, "lookup_7": 3}
+    rounds |= {"right_0": 16, "right_100": 3}
+    for way, count in rounds.items():
+        assert each[f"attnops_{way}"] == round(17 / count, 2)
+    assert 1.5 < each["attnops_right_80"] < each["attnops_right_100"]
+
+
+def test_a_wrong_text_has_no_time(graphs, monkeypatch):
+    """Every draft is accepted, though it is wrong."""
+
+    def accept(drafts, target):
+        return None, torch.full_like(drafts[:, 0], drafts.shape[1] - 1, dtype=torch.int32)
+
+    monkeypatch.setattr(round_graph, "accept", accept)
+    found = rows()
+    wrong = found["attnops_right_0"]
+    assert wrong["wrong"].startswith("wrong: off by") and "median_us" not in wrong
+    assert found["attnops"]["median_us"] > 0
+
+
+def test_ways_without_drafts_say_why(monkeypatch):
+    """On a CPU steps have no graphs."""
+    some = {name: replace(how, device="") for name, how in OURS.items()}
+    monkeypatch.setitem(ways.WAYS, "speculate", some)
+    found = rows()
+    assert "nothing was drafted" in found["attnops_right_100"]["wrong"]
+    assert not found["attnops_right_100"]["wrong"].startswith("wrong: ")
+    assert found["attnops"]["median_us"] > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe"])
+def test_the_text_is_that_of_transformers(name):
+    """Tied embeddings or not, over several cycles."""
+    model = models.build(TOY, name)
+    vocab = len(speculate.teach(model))
+    want = speculate.text_from(models.tokens(TOY, model, 2, 1), 210, vocab)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    given = {"attention_mask": mask, "max_new_tokens": 201, "do_sample": False}
+    assert torch.equal(model.generate(want[:, :9], **given), want)
