@@ -16,7 +16,7 @@ DELTA = {"num_v_heads": 4, "num_k_heads": 2, "head_dim": 8, "v_head_dim": 6}
 SCAN = {"num_heads": 6, "head_dim": 16, "state_size": 8, "num_groups": 2}
 OURS = {
     "qwen3_next": (GatedDeltaNet, DELTA),
-    "bamba": (Mamba2, SCAN | {"norm_eps": 1e-6}),
+    "bamba": (Mamba2, SCAN),
     "mamba2": (Mamba2, SCAN | {"dt_limit": (0.2, 0.6), "bias": True}),
 }
 LENGTHS = (5, 0, 1, 70)
@@ -58,8 +58,9 @@ def pair(name):
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(0.3 * torch.randn_like(p))
-    groups = getattr(theirs.norm, "group_size", None)
-    more = {} if groups is None else {"norm_groups": SCAN["num_groups"]}
+    more = {"norm_eps": theirs.norm.variance_epsilon}
+    if hasattr(theirs.norm, "group_size"):
+        more["norm_groups"] = SCAN["num_groups"]
     ours = layer(name, **more)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours

@@ -23,7 +23,7 @@ import attnops
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps.numbers import FIELDS, Number, field_of
-from attnops.hf.steps.sampler_graph import _copied, _drawn, _follow
+from attnops.hf.steps.sampler_graph import _copied, drawn, follow
 from tests.gpu.helpers import together
 
 DEVICE = torch.device("cuda", 0)
@@ -225,7 +225,7 @@ def test_the_draw_is_that_of_multinomial() -> None:
         after = torch.cuda.get_rng_state(DEVICE)
         torch.manual_seed(seed)
         assert torch.equal(
-            _drawn(probabilities, torch.ones_like(probabilities).exponential_()), want
+            drawn(probabilities, torch.ones_like(probabilities).exponential_()), want
         ), shape
         assert torch.equal(torch.cuda.get_rng_state(DEVICE), after), shape
 
@@ -257,7 +257,7 @@ def test_numbers_of_a_request_give_transformers_own_bits(names: tuple[str, ...])
         theirs = processors(seed)
         want = got = torch.randn(4, 32000, device=DEVICE) * 6
         for own, each in zip(ours, theirs, strict=True):
-            _follow(own, each)
+            follow(own, each)
             want, got = each(tokens, want), own(tokens, got)
         differ = int((want.view(torch.int32) != got.view(torch.int32)).sum())
         assert not differ, f"{names}, seed {seed}: {differ} of {want.numel()} differ"

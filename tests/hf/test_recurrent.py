@@ -87,8 +87,8 @@ def test_gradients_are_those_of_the_stock_model(called):
     want = gradients()
     with attnops.patch(model), attnops.use(REFERENCES):
         called.clear()  # the first patch of a process compares the functions
-        torch.testing.assert_close(gradients(), want)
-    assert not called
+        torch.testing.assert_close(gradients(), want, rtol=1e-3, atol=1e-4)
+    assert called == [12] * 3
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from attnops.lowering import fuse_rotated_write_pass, fuse_rotation_pass
 from attnops.ops import (
     decode_attention,
     latent_layers,
+    paged_attention,
     paged_layers,
     varlen_attention,
     write_kv,
@@ -188,6 +189,28 @@ class Prompt(Step):
         )
 
 
+class Verify(Step):
+    """A layer's step of two tokens of each request, which attention finds in the pages."""
+
+    rows = (B, 2)
+
+    def attend(self, given, k_pages, v_pages, table, lengths, slots):
+        query, *new = tokens(*given)
+        write_kv(*new, k_pages, v_pages, slots)
+        return paged_attention(
+            query,
+            k_pages,
+            v_pages,
+            table,
+            lengths,
+            torch.arange(0, 2 * B + 1, 2, dtype=torch.int32),
+            max_seqlen_q=2,
+            padded=False,
+            holes=False,
+            kernel="reference",
+        )
+
+
 def tokens(*given):
     return [x.transpose(1, 2).flatten(0, 1) for x in given]
 
@@ -202,6 +225,9 @@ def inputs(dtype=torch.float32, seed=0, step=Step):
         table.gather(1, ((lengths - 1) // 4)[:, None].long())[:, 0].long() * 4 + (lengths - 1) % 4
     )
     pages = [torch.randn(2 * B, 4, HKV, D, dtype=dtype) for _ in range(2)]
+    if step is Verify:
+        before = (lengths - 2)[:, None].long() + torch.arange(2)
+        slots = (table.gather(1, before // 4).long() * 4 + before % 4).flatten()
     if step is Prompt:
         table = torch.tensor([0, B], dtype=torch.int32)
     return (
@@ -255,7 +281,11 @@ STEPS = {
 }
 
 
-FUSES = {Step: fuse_rotation_pass, Prompt: fuse_rotated_write_pass}
+FUSES = {
+    Step: fuse_rotation_pass,
+    Prompt: fuse_rotated_write_pass,
+    Verify: fuse_rotated_write_pass,
+}
 
 
 @pytest.mark.parametrize("kind", FUSES, ids=lambda kind: kind.__name__)

@@ -7,17 +7,34 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from attnops.hf.models.functions import Function, Make, is_served, numbers, requests_of
+from attnops.hf.models.functions import (
+    Function,
+    Make,
+    Texts,
+    count_of,
+    is_served,
+    numbers,
+    requests_of,
+    texts_of,
+)
 from attnops.ops.recurrent.conv import causal_conv1d
 
 
-def _serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
+def _serves(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    texts: Texts | None = None,
+) -> bool:
     """x: `[B, C, tokens]`."""
     asks = (*(("bias",) if bias is not None else ()), *(("activation",) if activation else ()))
-    known = activation in (None, "silu") and x.dtype == weight.dtype
-    return known and is_served("causal_conv1d", x, (("in_features", x.shape[1]),), asks)
+    alike = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+    known = activation in (None, "silu") and alike
+    return known and is_served("causal_conv1d", x, (("in_features", x.shape[1]),), asks, texts)
 
 
 def _convolved(
@@ -28,16 +45,17 @@ def _convolved(
     bias: Tensor | None,
     activation: str | None,
     fresh: bool,
+    texts: Texts | None = None,
 ) -> Tensor:
-    """The convolution of `x` `[B, C, tokens]`. view: see `requests_of`."""
+    """The convolution of `x` `[B, C, tokens]`. view, texts: see `requests_of`."""
     rows, channels, tokens = x.shape
     output = causal_conv1d(
         x.transpose(1, 2).reshape(rows * tokens, channels),
-        weight,
+        weight.to(x.dtype),  # autocast leaves parameters wide
         state,
-        bias=bias,
+        bias=None if bias is None else bias.to(x.dtype),
         activation=activation or "",
-        **requests_of(view, x, rows, tokens, fresh),
+        **requests_of(view, x, rows, tokens, fresh, texts),
     )
     return output.view(rows, tokens, channels).transpose(1, 2)
 
@@ -54,15 +72,16 @@ def _conv(own: Function, view: Any = None) -> Function:
         **more: Any,
     ) -> Tensor:
         x = hidden_states
-        of_texts = more.get("seq_idx") is not None
-        if view is None and (of_texts or not _serves(x, weight, bias, activation)):
+        rows, channels, tokens = x.shape
+        texts = None if view is not None else texts_of(more, rows, tokens)
+        if view is None and not _serves(x, weight, bias, activation, texts):
             result: Tensor = own(x, weight, bias, activation, **more)
             return result
         if view is not None:
             state = view.states.conv
         else:
-            state = x.new_empty((*x.shape[:2], weight.shape[1] - 1))
-        return _convolved(view, x, state, weight, bias, activation, fresh=True)
+            state = x.new_empty((count_of(rows, texts), channels, weight.shape[1] - 1))
+        return _convolved(view, x, state, weight, bias, activation, fresh=True, texts=texts)
 
     return run
 

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from attnops.hf.models.chosen import Sizes
-from attnops.hf.models.functions import Function, Make, is_served, numbers, requests_of
+from attnops.hf.models.functions import (
+    Function,
+    Make,
+    Texts,
+    count_of,
+    is_served,
+    numbers,
+    requests_of,
+    texts_of,
+)
 from attnops.ops.recurrent.record import gated_delta_rule
 
 ATTRIBUTES = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim", "conv1d")
@@ -39,16 +48,21 @@ def _rule(own: Function, view: Any = None) -> Function:
         cu_seqlens: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if view is None and (cu_seqlens is not None or not _serves(query, key, value)):
+        (rows, tokens, heads, dv), dk = value.shape, key.shape[3]
+        given = more if cu_seqlens is None else {**more, "cu_seqlens": cu_seqlens}
+        texts = None if view is not None else texts_of(given, rows, tokens)
+        # A package has one state of each text, transformers' cache one of each row.
+        goes_on = texts is not None and initial_state is not None
+        if view is None and (goes_on or not _serves(query, key, value, texts)):
             more |= {"initial_state": initial_state, "output_final_state": output_final_state}
             more |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens}
             result: tuple[Tensor, Tensor | None] = own(query, key, value, g=g, beta=beta, **more)
             return result
-        (rows, tokens, heads, dv), dk = value.shape, key.shape[3]
         if view is not None:
             state = view.states.state
         elif initial_state is None:
-            state = value.new_empty((rows, heads, dk, dv), dtype=torch.float32)
+            shape = count_of(rows, texts), heads, dk, dv
+            state = value.new_empty(shape, dtype=torch.float32)
         else:
             state = initial_state.to(torch.float32, copy=True)
         output = gated_delta_rule(
@@ -59,18 +73,19 @@ def _rule(own: Function, view: Any = None) -> Function:
             beta.flatten(0, 1),
             state,
             normalize=use_qk_l2norm_in_kernel,
-            **requests_of(view, value, rows, tokens, initial_state is None),
+            **requests_of(view, value, rows, tokens, initial_state is None, texts),
         )
-        return output.view(value.shape), state if output_final_state else None
+        last = state if texts is None else state[-1:]
+        return output.view(value.shape), last if output_final_state else None
 
     return run
 
 
-def _serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _serves(query: Tensor, key: Tensor, value: Tensor, texts: Texts | None) -> bool:
     heads = (("q_heads", value.shape[2]), ("kv_heads", key.shape[2]))
     sizes = (*heads, ("head_dim", key.shape[3]), ("v_head_dim", value.shape[3]))
     alike = query.dtype == key.dtype == value.dtype
-    return alike and is_served("gated_delta_rule", query, sizes)
+    return alike and is_served("gated_delta_rule", query, sizes, texts=texts)
 
 
 OURS: Mapping[str, Make] = dict.fromkeys(

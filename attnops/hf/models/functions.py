@@ -3,14 +3,16 @@ requests, and the numbers of a trial."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attnops.core.select import active_policy
 from attnops.hf.models.chosen import Sizes, is_ours
+from attnops.ops import request_starts
 
 Function = Callable[..., Any]
 Make = Callable[[Function, Any], Function]
@@ -19,16 +21,48 @@ what takes the place of the function. In a graph it serves every call, and it wr
 the step."""
 
 
-def is_served(op: str, x: Tensor, sizes: Sizes, asks: tuple[str, ...] = ()) -> bool:
-    """Does a kernel of attnops answer? x: a tensor of the call. sizes, asks: see `is_ours`."""
-    if type(x) is not Tensor or torch.is_autocast_enabled(x.device.type) or not x.numel():
+class Texts(NamedTuple):
+    """Texts that stand one after the other. starts: int32 `[N + 1]`. longest: tokens of one, at
+    most."""
+
+    starts: Tensor
+    longest: int
+
+
+def texts_of(given: Mapping[str, Any], rows: int, tokens: int) -> Texts | None:
+    """The texts of which a call tells; None where each row is one.
+
+    given: arguments of the call. transformers hands them from the collator to every layer, and its
+    own code reads none of them.
+    """
+    starts = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
+    if starts is None and (numbers := given.get("seq_idx")) is not None:
+        starts = request_starts(F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True))
+    if starts is None:
+        return None
+    longest = given.get("max_length_q")
+    return Texts(starts.to(torch.int32), longest if isinstance(longest, int) else rows * tokens)
+
+
+def is_served(
+    op: str,
+    x: Tensor,
+    sizes: Sizes,
+    asks: tuple[str, ...] = (),
+    texts: Texts | None = None,
+) -> bool:
+    """Does an op answer? One whose kernel is not torch's own code, or any one of several texts in a
+    row. x: a tensor of the call. sizes, asks: see `is_ours`."""
+    if type(x) is not Tensor or not x.numel():
         return False
     policy = active_policy()
-    return bool(is_ours(op, policy, x.device, x.dtype, None, sizes, asks))
+    return texts is not None or bool(is_ours(op, policy, x.device, x.dtype, None, sizes, asks))
 
 
-def requests_of(view: Any, x: Tensor, rows: int, tokens: int, fresh: bool) -> dict[str, Any]:
-    """Arguments of an op: the requests of a step in a graph, else rows of as many tokens.
+def requests_of(
+    view: Any, x: Tensor, rows: int, tokens: int, fresh: bool, texts: Texts | None = None
+) -> dict[str, Any]:
+    """Arguments of an op: the requests of a step in a graph, else texts, or rows of as many tokens.
 
     view: the layer's part of the step; None outside of graphs. x: a tensor of the call. fresh: have
     the rows no tokens before these?
@@ -37,9 +71,16 @@ def requests_of(view: Any, x: Tensor, rows: int, tokens: int, fresh: bool) -> di
         batch = view.batch
         known = {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
         return {**known, "fresh": view.fresh, "padded": False}
+    if texts is not None:
+        return {"cu_seqlens_q": texts.starts, "max_seqlen_q": texts.longest, "fresh": True}
     ends = (rows + 1) * tokens
     starts = torch.arange(0, ends, tokens, dtype=torch.int32, device=x.device)
     return {"cu_seqlens_q": starts, "max_seqlen_q": tokens, "fresh": fresh, "padded": False}
+
+
+def count_of(rows: int, texts: Texts | None) -> int:
+    """The states of a call without any."""
+    return rows if texts is None else texts.starts.shape[0] - 1
 
 
 def numbers(*shape: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The layers with states of transformers models through the ops of `attnops.ops.recurrent` where a
-kernel of attnops is chosen, without gradients; all other calls are transformers' own.
+kernel of attnops is chosen, and where several texts share a row, with gradients and in compiled
+code; all other calls are transformers' own.
 
 A module becomes an object of a subclass of its class, as routers do. Its forward is that of the
 class with other functions in place of those that the code of its file calls by name. Each has the
@@ -104,8 +105,7 @@ def _kernels(module: Any) -> str:
     ours = [f"{op}.{name}" for op, name in names.items() if name]
     if not ours:
         return f"transformers' own code, for no kernel of attnops is chosen on {weight.device.type}"
-    when = "without gradients and outside of torch.compile, and transformers' own code else"
-    return f"{' and '.join(ours)} {when}"
+    return " and ".join(ours)
 
 
 def _conv_of(module: nn.Module) -> Any:
@@ -126,8 +126,8 @@ def served(cls: Any) -> type:
         states = None if cache is None else cache.layers[self.layer_idx]
         if isinstance(states, StateLayer):
             states.begin(hidden_states.shape[0])
-        stock = torch.is_grad_enabled() or is_dynamo_compiling() or is_recorded() or tracing()
-        run = cls.forward if stock or _MARK not in vars(self) else ours
+        stock = not is_dynamo_compiling() and (is_recorded() or tracing())
+        run = cls.forward if stock or getattr(self, _MARK, None) is None else ours
         out = run(self, hidden_states, *args, **kwargs)
         if isinstance(states, StateLayer):
             states.end()
@@ -173,11 +173,15 @@ def _replacements(cls: Any, view: Any = None) -> dict[str, Function]:
     """What takes the place of the functions that the module calls, see `Make`. Outside of graphs a
     package that is installed keeps those that it serves."""
     code: Any = inspect.unwrap(cls.forward)
-    own = {name: code.__globals__[name] for name in _called(code)}
-    return {
+    known = code.__globals__
+    own = {name: known[name] for name in _called(code)}
+    taken = {
         name: run if view is None and of_package(run) else OURS[name](run, view)
         for name, run in own.items()
     }
+    if scans.FUSED in known and not of_package(known[scans.FUSED]):
+        taken[scans.FUSED] = scans.not_fused
+    return taken
 
 
 def _called(code: Any) -> tuple[str, ...]:

@@ -17,13 +17,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnops.hf.models.chosen import Sizes
-from attnops.hf.models.functions import Function, Make, is_served, numbers, requests_of
+from attnops.hf.models.functions import (
+    Function,
+    Make,
+    Texts,
+    count_of,
+    is_served,
+    numbers,
+    requests_of,
+    texts_of,
+)
 from attnops.ops.recurrent.scan import mamba2_scan
 
 ATTRIBUTES = ("num_heads", "n_groups", "head_dim", "ssm_state_size", "conv1d")
 NO_LIMITS = (0.0, inf)
-MAMBA_SSM = ("seq_idx", "cu_seqlens", "z")
-"""Arguments that transformers' own code of many tokens does not read, and mamba_ssm's does."""
+FUSED = "mamba2_split_conv1d_scan_combined"
+"""What modules in training ask first: convolution, scan, norm and projection by mamba_ssm."""
 
 
 def sizes_of(module: Any) -> Sizes:
@@ -52,26 +61,30 @@ def _scan(own: Function, view: Any = None) -> Function:
         **more: Any,
     ) -> Any:
         x, (shortest, longest) = hidden_states, dt_limit
-        asked = any(more.get(name) is not None for name in MAMBA_SSM)
-        left = asked or shortest < 0 or longest <= 0
-        if view is None and (left or not _serves(x, B, C)):
+        rows, tokens, heads, width = x.shape
+        texts = None if view is not None else texts_of(more, rows, tokens)
+        # transformers' code of many tokens has no gate, and does not read one.
+        left = more.get("z") is not None or shortest < 0 or longest <= 0
+        goes_on = texts is not None and initial_states is not None
+        if view is None and (left or goes_on or not _serves(x, B, C, texts)):
             more |= {"dt_limit": dt_limit, "return_final_states": return_final_states}
             more |= {"initial_states": initial_states, "dt_softplus": dt_softplus}
             return own(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, **more)
-        rows, tokens, heads, width = x.shape
         if view is not None:
             state = view.states.state
         elif initial_states is None:
-            state = x.new_empty((rows, heads, width, B.shape[3]), dtype=torch.float32)
+            shape = count_of(rows, texts), heads, width, B.shape[3]
+            state = x.new_empty(shape, dtype=torch.float32)
         else:
             state = initial_states.to(torch.float32, copy=True)
-        requests = requests_of(view, x, rows, tokens, initial_states is None)
+        requests = requests_of(view, x, rows, tokens, initial_states is None, texts)
         # transformers calls the other function for a next token, which has no limits.
         is_next = view is not None and requests["max_seqlen_q"] == 1 and not view.fresh
         limits = NO_LIMITS if is_next else dt_limit
         given = x, dt, A, B, C, D, dt_bias
         output = _scanned(given, state, limits, dt_softplus=dt_softplus, **requests)
-        return (output, state) if return_final_states else output
+        last = state if texts is None else state[-1:]
+        return (output, last) if return_final_states else output
 
     return run
 
@@ -153,11 +166,16 @@ def _is_by_head(x: Tensor | None, *dims: int) -> bool:
     return x is None or all(x.stride(dim) == 0 or x.shape[dim] == 1 for dim in dims)
 
 
-def _serves(x: Tensor, b: Tensor, c: Tensor) -> bool:
+def _serves(x: Tensor, b: Tensor, c: Tensor, texts: Texts | None = None) -> bool:
     """x: `[..., heads, head dim]`. b, c: `[..., groups, state size]`."""
     (heads, width), (groups, size) = x.shape[-2:], b.shape[-2:]
     sizes = (("q_heads", heads), ("kv_heads", groups), ("head_dim", size), ("v_head_dim", width))
-    return x.dtype == b.dtype == c.dtype and is_served("mamba2_scan", x, sizes)
+    return x.dtype == b.dtype == c.dtype and is_served("mamba2_scan", x, sizes, texts=texts)
+
+
+def not_fused(*_: Any, **__: Any) -> None:
+    """In place of `FUSED` without mamba_ssm. transformers' own gives None, too, but that of 5.24
+    raises where several texts share a row."""
 
 
 OURS: Mapping[str, Make] = {

@@ -31,8 +31,8 @@ PROBE = 32
 """Rounds without drafts before another one tries them. A round with drafts that are wrong takes at
 most a third longer, so this costs 1%."""
 
-_KEPT = 0.9
-"""Weight of the rounds before in the mean of what a draft is worth."""
+_FIRST, _KEPT = 0.7, 0.8
+"""How often a draft is right, before any was tried, and the weight of the rounds before in that."""
 
 _COST = 0.02
 """What one more token of a row adds to the time of a step, as a part of it."""
@@ -72,7 +72,7 @@ class Depth:
 
     def __init__(self, depths: tuple[int, ...], rows: int) -> None:
         self.depths, self._rows = depths, rows
-        self.accepted, self._idle = 1.0, 0
+        self.accepted, self._idle = _FIRST, 0
 
     def note(self, queries: int, news: News) -> None:
         """Take a round of so many tokens a row into account."""

@@ -138,21 +138,29 @@ def _of_tokens(c: Chunks, state: Tensor, after: Tensor, of_output: Tensor) -> li
     of_q = reads + by_query @ c.k
     of_k = by_query.mT @ c.q + (by_key + by_key.mT) @ c.k - holds + keeps
     pairs = of_seen * c.seen + of_system * c.system
-    kept = (keeps * c.k).sum(-1)
-    of_passed = pairs.sum(-1) - pairs.sum(-2) + (reads * c.q - holds * c.k).sum(-1) - kept
-    of_decay = _of_decay(of_passed, kept, c.left[..., 0], state * after)
+    before, kept = (reads * c.q - holds * c.k).sum(-1), (keeps * c.k).sum(-1)
+    of_decay = _of_decay(pairs, before, kept, c.left[..., 0], state * after)
     return [of_q, of_k, c.beta * of_right, of_decay, of_beta]
 
 
-def _of_decay(of_passed: Tensor, kept: Tensor, left: Tensor, held: Tensor) -> Tensor:
-    """The gradients of the logarithms whose sums from a chunk's first token are passed.
+def _of_decay(pairs: Tensor, before: Tensor, kept: Tensor, left: Tensor, held: Tensor) -> Tensor:
+    """The gradients of tokens' decays, `[..., CHUNK]`, each a sum of what passes the token.
 
-    of_passed: of the sums `[..., CHUNK]`, but for what the chunk's end adds to the last one. kept:
-    that of each token. left: of the state before a chunk at its end `[..., 1]`. held: that state
-    times the gradient of the state after the chunk.
+    Each of these is something that fades, times its gradient. pairs: of a column's token at a
+    row's. before: of the state before the chunk at each token. kept: of each token at the chunk's
+    end. left: of the state before the chunk at its end `[..., 1]`. held: that state times the
+    gradient of the state after the chunk.
     """
-    of_last = kept.sum(-1, keepdim=True) + left * held.sum((-2, -1))[..., None]
-    return of_passed.flip(-1).cumsum(-1).flip(-1) + of_last
+    # Differences of longer sums would lose small gradients of heads that forget at once.
+    inside = _from_here_on(pairs, -2).tril(-1).sum(-1)
+    earlier = F.pad(kept.cumsum(-1)[..., :-1], (1, 0))
+    whole = left * held.sum((-2, -1))[..., None]
+    return inside + _from_here_on(before, -1) + earlier + whole
+
+
+def _from_here_on(x: Tensor, dim: int) -> Tensor:
+    """At each place the sum of what is there and after it."""
+    return x.flip(dim).cumsum(dim).flip(dim)
 
 
 def _gradient(run: Any) -> Any:
@@ -246,9 +254,8 @@ def _of_written(w: Written, state: Tensor, after: Tensor, of_output: Tensor) -> 
     pairs, of_scores = of_seen * w.seen, of_seen * w.between
     reads, keeps = w.fades * (of_output @ state), w.stays * (w.values @ after)
     of_values = w.seen.mT @ of_output + w.stays * (w.b @ after.mT)
-    kept = (keeps * w.b).sum(-1)
-    of_passed = pairs.sum(-1) - pairs.sum(-2) + (reads * w.c).sum(-1) - kept
-    of_decay = _of_decay(of_passed, kept, w.left[..., 0], state * after)
+    before, kept = (reads * w.c).sum(-1), (keeps * w.b).sum(-1)
+    of_decay = _of_decay(pairs, before, kept, w.left[..., 0], state * after)
     return [of_values, of_scores.mT @ w.c + keeps, of_scores @ w.b + reads, of_decay]
 
 
