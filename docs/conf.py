@@ -45,6 +45,7 @@ nitpicky = True
 nitpick_ignore = {
     ("py:class", "Kept"),
     ("py:class", "Mode"),
+    ("py:class", "Speculate"),
     ("py:class", "Shared"),
     ("py:class", "Inner"),
     ("py:class", "fx.GraphModule"),

@@ -21,6 +21,7 @@ PAGE = ROOT / "examples" / "README.md"
 ORDER = (
     "generate",
     "chat",
+    "speculate",
     "serve",
     "train_packed",
     "lora",

@@ -179,6 +179,7 @@ def test_a_cache_that_the_caller_keeps():
 NONE = {
     "a repetition penalty": {"repetition_penalty": 1.3},
     "the caller keeps their cache": {"return_dict_in_generate": True},
+    "the streamer hears one of each": {"streamer": Streamer()},
 }
 
 

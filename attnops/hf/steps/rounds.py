@@ -54,6 +54,8 @@ def why_no_rounds(asked: Asked, decoder: Decoder, form: Form, kept: bool) -> Ite
         yield "a repetition penalty follows the drafts of each token"
     if kept and rows > 1:
         yield "rows get different numbers of tokens, and the caller keeps their cache"
+    if asked.streamer is not None and rows > 1:
+        yield "rows get different numbers of tokens, and the streamer hears one of each at a time"
     if asked.max_length - 1 + form.depths[-1] > cache.max_length:
         yield "the cache has no room for drafts behind the text"
     running = running_generation()
