@@ -7,7 +7,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attnops.hf.models.chosen import Sizes
@@ -19,6 +18,7 @@ from attnops.hf.models.functions import (
     is_served,
     numbers,
     requests_of,
+    state_of,
     texts_of,
 )
 from attnops.ops.recurrent.record import gated_delta_rule
@@ -58,13 +58,7 @@ def _rule(own: Function, view: Any = None) -> Function:
             more |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens}
             result: tuple[Tensor, Tensor | None] = own(query, key, value, g=g, beta=beta, **more)
             return result
-        if view is not None:
-            state = view.states.state
-        elif initial_state is None:
-            shape = count_of(rows, texts), heads, dk, dv
-            state = value.new_empty(shape, dtype=torch.float32)
-        else:
-            state = initial_state.to(torch.float32, copy=True)
+        state = state_of(view, initial_state, value, count_of(rows, texts), heads, dk, dv)
         output = gated_delta_rule(
             query.flatten(0, 1),
             key.flatten(0, 1),

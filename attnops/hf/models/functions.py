@@ -84,6 +84,17 @@ def count_of(rows: int, texts: Texts | None) -> int:
     return rows if texts is None else texts.starts.shape[0] - 1
 
 
+def state_of(view: Any, initial: Tensor | None, x: Tensor, *shape: int) -> Tensor:
+    """The float32 states that an op changes: those of a step in a graph, copies of the initial
+    ones, or new ones of this shape, to be filled. x: a tensor of the call."""
+    if view is not None:
+        states: Tensor = view.states.state
+        return states
+    if initial is None:
+        return x.new_empty(shape, dtype=torch.float32)
+    return initial.to(torch.float32, copy=True)
+
+
 def numbers(*shape: int) -> Tensor:
     """Some numbers from -1 to 1, always the same."""
     count = torch.Size(shape).numel()

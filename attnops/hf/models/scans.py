@@ -25,6 +25,7 @@ from attnops.hf.models.functions import (
     is_served,
     numbers,
     requests_of,
+    state_of,
     texts_of,
 )
 from attnops.ops.recurrent.scan import mamba2_scan
@@ -70,13 +71,7 @@ def _scan(own: Function, view: Any = None) -> Function:
             more |= {"dt_limit": dt_limit, "return_final_states": return_final_states}
             more |= {"initial_states": initial_states, "dt_softplus": dt_softplus}
             return own(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, **more)
-        if view is not None:
-            state = view.states.state
-        elif initial_states is None:
-            shape = count_of(rows, texts), heads, width, B.shape[3]
-            state = x.new_empty(shape, dtype=torch.float32)
-        else:
-            state = initial_states.to(torch.float32, copy=True)
+        state = state_of(view, initial_states, x, count_of(rows, texts), heads, width, B.shape[3])
         requests = requests_of(view, x, rows, tokens, initial_states is None, texts)
         # transformers calls the other function for a next token, which has no limits.
         is_next = view is not None and requests["max_seqlen_q"] == 1 and not view.fresh
