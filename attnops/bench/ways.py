@@ -160,7 +160,7 @@ FIRST = tuple(
         (32, 256),
     )
 )
-STATES = dict.fromkeys(
+STATES: dict[str, tuple[Point, ...]] = dict.fromkeys(
     ("falcon-h1-7b-shape", "nemotron-h-8b-shape", "qwen3-next-shape"), (ONE, EIGHT)
 )
 TRAINED = {"llama-3.2-1b-shape": (LONG,), "gpt-oss-20b-shape": (Point(2, 4096), LONG)}

@@ -86,7 +86,8 @@ def plan_of(speculate: Any) -> Plan | None:
     if not isinstance(speculate, nn.Module) and speculate == "lookup":
         return LOOKS_UP
     if hasattr(speculate, "propose"):
-        return Plan(_PROPOSED, speculate)
+        draft: Any = speculate
+        return Plan(_PROPOSED, draft)
     return Plan(_PROPOSED, assistant=speculate)
 
 
