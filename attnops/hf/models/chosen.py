@@ -60,7 +60,8 @@ def named(decision: Decision) -> str:
 def kernel_now(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[str, str]:
     """(the name of the kernel that answers now: of attnops, or "" for torch's own ops; what to
     install for a faster one, "" for nothing)."""
-    problem = _problem(pretended(), op, device, dtype, None, sizes, ())
+    target = pretended()
+    problem = _problem(target, op, device, dtype, None, sizes, ())
     kernel = select(problem, active_policy()).kernel
     if kernel is None:
         return "", ""
