@@ -103,15 +103,16 @@ class Calls:
         be, or if a call that is timed writes another text."""
         one, handle = self._patched(name, how)
         given, found = {**self._given, **how.given}, Row()
-        drafts = handle is not None and kind_of(name) != PLAIN
+        drafts = kind_of(name) != PLAIN
 
         def text() -> Tensor:
             self._draft.right = RIGHT.get(name, 1.0)
             written: Tensor = one.generate(**given)
-            if handle is not None:
-                found["decode"] = handle.took.decode
-            if drafts:
-                found["tokens_a_round"] = tokens_a_round(handle.took.rounds)
+            took = None if handle is None else handle.took
+            if took is not None:
+                found["decode"] = took.decode
+            if took is not None and drafts:
+                found["tokens_a_round"] = tokens_a_round(took.rounds)
             return written
 
         def warm() -> Tensor:
