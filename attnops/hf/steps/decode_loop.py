@@ -148,9 +148,10 @@ class Loop:
         try:
             _note(tail.reason)
             with owner._optimize_model_for_decode():
-                if isinstance(tail, Round) and plan is not None:
-                    return _drafted(asked, decoder, tail, logits, plan)
-                return _decoded(asked, decoder, tail, logits)
+                if isinstance(tail, Tail):
+                    return _decoded(asked, decoder, tail, logits)
+                assert plan is not None
+                return _drafted(asked, decoder, tail, logits, plan)
         finally:
             with decoder.turn:
                 self._put_back(tail)

@@ -132,7 +132,7 @@ class Rounds:
                     pages.pad[:1].copy_(padding)
         if asked.streamer is not None:
             asked.streamer.end()
-        sequences = self._round.texts()
+        sequences: Any = self._round.texts()
         if not asked.config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **named(self._cache))
