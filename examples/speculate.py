@@ -60,7 +60,7 @@ def main() -> None:
             # In bfloat16 a near tie may fall either way, and all tokens after it differ.
             same = (text == plain).all(0)[prompt.shape[1] :].cumprod(0).sum()
             print(f"{name}: {int(same)} of {options.new} tokens as without drafts")
-            print(f"  {handle.took.rounds}")
+            print(f"  {handle.took}")
 
 
 if __name__ == "__main__":
