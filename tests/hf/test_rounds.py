@@ -218,6 +218,11 @@ BROKEN = {
     "error": (raises, KeyError, "own"),
     "shape": (lambda: Proposal(torch.zeros(3, 2, dtype=torch.int64)), InvalidInput, "tokens.shape"),
     "dtype": (lambda: Proposal(torch.zeros(1, 2)), InvalidInput, "tokens.dtype"),
+    "tree": (
+        lambda: Proposal(torch.zeros(1, 2).long(), torch.zeros(1, 2, dtype=torch.int32)),
+        InvalidInput,
+        "proposal.parents: got Tensor, want None",
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnops.cache.paged import ordinary
 from attnops.core.errors import NotCapturable
+from attnops.core.record import need
 from attnops.graphs.cuda_graphs import CAPTURING, Device, Recorded, frozen
 from attnops.graphs.streams import LastStream
 from attnops.hf.steps.captures import Failures, passing
@@ -267,6 +268,10 @@ class Round:
 
     def _propose(self, draft: Draft) -> None:
         proposal = draft.propose(DraftState(self.tokens, self.seq_lens))
+        for name in ("parents", "probabilities"):
+            given = getattr(proposal, name)
+            want = "None: generate() verifies chains of tokens without probabilities"
+            need(given is None, f"proposal.{name}", type(given).__name__, want)
         tokens = proposal.checked(self.choice.rows, self.choice.vocab).tokens[:, : self.form.drafts]
         self._drafts[:, 1:].fill_(-1)
         self._drafts[:, 1 : 1 + tokens.shape[1]].copy_(tokens)

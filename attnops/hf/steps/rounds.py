@@ -108,11 +108,10 @@ class Rounds:
         self._cache = cache_in(asked.given)
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
-        self.steps = self.tokens = 0
+        self.rounds = self.tokens = 0
 
     def __str__(self) -> str:
-        each = self.tokens / max(1, self.steps * self._rows)
-        return f"{each:.2f} tokens of a row a round"
+        return f"{self.tokens / max(1, self.rounds):.2f} tokens of a row a round"
 
     def run(self, logits: Tensor, draft: Draft | None) -> Any:
         """What transformers' `_sample` does and returns after the prompt.
@@ -140,6 +139,7 @@ class Rounds:
     def _decode(self, logits: Tensor) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
         depth, offered = Depth(made.form.depths, self._rows), made.form.drafts
+        counts = False  # the first tokens are the prompt's
         while True:
             queries = logits.shape[1]
             with decoder.turn:
@@ -148,17 +148,20 @@ class Rounds:
             if min(self._lengths) + 1 < most:
                 logits = self._step(depth.next(offered))
             news = self._told()
+            if counts:
+                self.rounds += sum(n > 0 for n in news.counts)
+                self.tokens += sum(news.counts)
             if news.done:
                 return
             depth.note(queries, news)
             offered = news.offered
+            counts = True
 
     def _step(self, queries: int) -> Tensor:
         """Logits `[B, N, V]` after the last tokens and the drafts. N is 1 where graphs cannot run
         it."""
         made, decoder = self._round, self._decoder
         ids, positions = made.input[:, :queries], made.positions[:, :queries]
-        self.steps += 1
         logits = decoder.try_step(Asks(ids, positions, made.stored), self._cache)
         if logits is not None:
             if (running := running_generation()) is not None:
@@ -176,7 +179,6 @@ class Rounds:
             length + n if n else self._asked.max_length
             for length, n in zip(self._lengths, news.counts, strict=True)
         ]
-        self.tokens += sum(news.counts)
         if self._asked.streamer is not None:
             for row in zip(*news.tokens, strict=False):
                 self._asked.streamer.put(torch.tensor(row))
