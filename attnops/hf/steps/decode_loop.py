@@ -127,7 +127,7 @@ class Loop:
         logits = owner._prefill(ids, config, given, is_first_iteration=True).logits[:, -1:].clone()
         if plan is not None:
             kept = _is_kept(cache_in(given), asked)
-            if why := next(why_no_rounds(asked, decoder, plan.form, kept), ""):
+            if why := next(why_no_rounds(asked, decoder, plan, kept), ""):
                 plan = None
             if (running := running_generation()) is not None:
                 running.rounds = why and f"nothing was drafted: {why}"

@@ -80,6 +80,7 @@ class Round:
             self.stored, self._position, self._unfinished = ints(rows), ints(rows), ints(rows)
             self._drafts, self.input, self.positions = (ints(rows, most) for _ in range(3))
             self._eos, self._pad, self._most = ints(choice.ends), ints(), ints()
+            self._last = ints(rows)  # the last position that plain decoding computes
             self._columns = torch.arange(most, device=device)
             self._lengths = ints(rows * most, 1)
             self._processors = ours_of(processors, device, self._lengths)
@@ -95,7 +96,7 @@ class Round:
     def _tensors(self) -> tuple[Tensor, ...]:
         """Its buffers, without those of its processors."""
         noise = () if self._noise is None else (self._noise,)
-        rows = self.stored, self._position, self._unfinished, self.seq_lens
+        rows = self.stored, self._position, self._last, self._unfinished, self.seq_lens
         steps = self._drafts, self.input, self.positions, self._lengths
         return (
             *(self._scores, *noise, self.tokens, *rows, *steps),
@@ -154,6 +155,7 @@ class Round:
         # The prompt has verified its last token, as a round does its first.
         self.stored.copy_(stored - 1)
         self._position.copy_(asked.given["position_ids"][:, -1])
+        self._last.copy_(self._position + (asked.max_length - 1 - length))
         self._unfinished.fill_(1)
         self._most.fill_(asked.max_length)
         if eos:
@@ -263,7 +265,9 @@ class Round:
             )
             self._drafts[:, 1:].copy_(found[0])
         self.input.copy_(self._drafts.clamp(min=0))
-        self.positions.copy_(self._position[:, None] + self._columns)
+        # The model may have no more positions. What is drafted behind the text is not accepted.
+        at = self._position[:, None] + self._columns
+        self.positions.copy_(torch.minimum(at, self._last[:, None]))
 
     def _propose(self, draft: Draft) -> None:
         proposal = draft.propose(DraftState(self.tokens, self.seq_lens))

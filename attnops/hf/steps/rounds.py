@@ -21,10 +21,12 @@ from attnops.core.select import active_policy
 from attnops.hf.cache.model_pages import EMPTY
 from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
+from attnops.hf.models.rotations import follow_length
 from attnops.hf.steps.calls import Asks, plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
-from attnops.hf.steps.round_graph import Form, News, Round
+from attnops.hf.steps.round_graph import News, Round
+from attnops.hf.steps.speculate import Plan
 from attnops.nn import Draft
 
 PROBE = 32
@@ -38,10 +40,11 @@ _COST = 0.02
 """What one more token of a row adds to the time of a step, as a part of it."""
 
 
-def why_no_rounds(asked: Asked, decoder: Decoder, form: Form, kept: bool) -> Iterator[str]:
+def why_no_rounds(asked: Asked, decoder: Decoder, plan: Plan, kept: bool) -> Iterator[str]:
     """Each reason why a plain call of `generate()` drafts nothing. kept: does the caller have the
     cache after the call?"""
-    cache, rows = cache_in(asked.given), asked.input_ids.shape[0]
+    cache, (rows, length) = cache_in(asked.given), asked.input_ids.shape
+    before = asked.columns - length
     if decoder.how.mode != "auto":
         yield f"decode={decoder.how.mode!r}, and drafts are for 'auto'"
     if deterministic(active_policy()):
@@ -52,12 +55,16 @@ def why_no_rounds(asked: Asked, decoder: Decoder, form: Form, kept: bool) -> Ite
         yield "the kernel needs a plan of the host, which steps with drafts do not have"
     if any(type(each) is RepetitionPenaltyLogitsProcessor for each in asked.processors):
         yield "a repetition penalty follows the drafts of each token"
+    if follow_length(asked.owner):
+        yield "rotations follow from the longest position of a step, and drafts are further on"
     if kept and rows > 1:
         yield "rows get different numbers of tokens, and the caller keeps their cache"
     if asked.streamer is not None and rows > 1:
         yield "rows get different numbers of tokens, and the streamer hears one of each at a time"
-    if asked.max_length - 1 + form.depths[-1] > cache.max_length:
+    if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
         yield "the cache has no room for drafts behind the text"
+    if before and plan.assistant is not None:
+        yield "the assistant reads the text, which leaves tokens of the cache out"
     running = running_generation()
     if running is None or running.checked is not cache.state.pages.pad or not cache.state.whole:
         yield "the mask of its prompt was not checked"
