@@ -2,6 +2,7 @@
 and what is drafted costs time alone."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -216,6 +217,29 @@ def test_calls_without_drafts_say_why(why):
     got, want = ours.generate(**given), model.generate(**given)
     assert torch.equal(getattr(got, "sequences", got), getattr(want, "sequences", want))
     assert why in handle.took.rounds and handle.took.decode == "breakable"
+
+
+def test_a_draft_runs_beside_the_steps_of_other_threads():
+    """An assistant has its own lock: two models that draft for each other would wait for ever."""
+    model = tiny.model("llama")
+    free = []
+
+    def proposal():
+        turn = handle._paged.decoder().turn
+
+        def other():
+            if turn.acquire(blocking=False):
+                free.append(True)
+                turn.release()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return Proposal(torch.tensor([[5, 6]]))
+
+    ours, handle = patched(model, Broken(proposal))
+    given = {**asked(1), "max_new_tokens": 3}
+    assert torch.equal(ours.generate(**given), model.generate(**given)) and free
 
 
 def test_a_model_without_graphs_says_that_nothing_was_drafted():

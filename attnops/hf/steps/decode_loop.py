@@ -235,12 +235,11 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
 
 def _drafted(asked: Asked, decoder: Decoder, made: Round, logits: Tensor, plan: Plan) -> Any:
     """As `_decoded`, in rounds."""
-    rounds, draft = Rounds(asked, decoder, made), plan.drafts(asked)
+    rounds = Rounds(asked, decoder, made)
     try:
-        return rounds.run(logits, draft)
+        with plan.drafts(asked) as draft:
+            return rounds.run(logits, draft)
     finally:
-        if plan.assistant is not None:
-            draft.end()
         if (running := running_generation()) is not None:
             running.rounds = str(rounds)
 

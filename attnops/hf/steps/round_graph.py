@@ -90,7 +90,6 @@ class Round:
         self._arrived = torch.cuda.Event() if self._far else None
         self._recorded: dict[int, Recorded] = {}
         self._queries = 1
-        self._proposer: Draft | None = None
         self.failures = Failures[str]()
 
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -144,11 +143,10 @@ class Round:
             recorded.reset()
         self._recorded = {}
 
-    def begin(self, asked: Asked, stored: Tensor, draft: Draft | None) -> None:
-        """Take a prompt. stored: int64 `[B]`, the tokens of each row in the pages. draft: proposes
-        tokens that are not looked up."""
+    def begin(self, asked: Asked, stored: Tensor) -> None:
+        """Take a prompt. stored: int64 `[B]`, the tokens of each row in the pages."""
         self._stream.use()
-        self._proposer, ids, eos = draft, asked.input_ids, asked.eos
+        ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]
         self.tokens[:, :length].copy_(ids)
         self.seq_lens.fill_(length)
@@ -165,8 +163,8 @@ class Round:
             follow(ours, theirs)
 
     def choose(self, logits: Tensor) -> None:
-        """Append to each row what the model chose, and draft anew. logits: `[B, N, V]`, after the
-        tokens of the last `input`, or the last of a prompt."""
+        """Append to each row what the model chose, and look drafts up. logits: `[B, N, V]`, after
+        the tokens of the last `input`, or the last of a prompt. `send` follows."""
         rows, queries = self.choice.rows, logits.shape[1]
         self._queries = queries
         self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
@@ -179,8 +177,12 @@ class Round:
                 step()
         else:
             self._choose(queries)
-        if self._proposer is not None:
-            self._propose(self._proposer)
+
+    def send(self, draft: Draft | None) -> None:
+        """Send the news of the choice to the host. draft: proposes tokens that are not looked
+        up."""
+        if draft is not None:
+            self._propose(draft)
         self._host.copy_(self._news, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(self._news.device))

@@ -128,9 +128,9 @@ class Rounds:
         """
         asked, pages = self._asked, self._cache.state.pages
         padding = pages.pad[: self._rows].clone()
-        self._round.begin(asked, pages.seen - padding, draft)
+        self._round.begin(asked, pages.seen - padding)
         try:
-            self._decode(logits)
+            self._decode(logits, draft)
         finally:
             if self._rows == 1:  # a cache that may be kept counts the padding that it had
                 with ordinary():
@@ -144,13 +144,15 @@ class Rounds:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **named(self._cache))
 
-    def _decode(self, logits: Tensor) -> None:
+    def _decode(self, logits: Tensor, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
         depth, offered = Depth(made.form.depths, self._rows), made.form.drafts
         while True:
             queries = logits.shape[1]
             with decoder.turn:
                 made.choose(logits)
+            # Not in the turn, for an assistant has one too, which another thread may have.
+            made.send(draft)
             # By now each unfinished row has one token more than the host knows of.
             if min(self._lengths) + 1 < most:
                 logits = self._step(depth.next(offered))
