@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnops
-from attnops.core.errors import InvalidInput, PatchError
+from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import decode
@@ -217,6 +217,43 @@ def test_calls_without_drafts_say_why(why):
     got, want = ours.generate(**given), model.generate(**given)
     assert torch.equal(getattr(got, "sequences", got), getattr(want, "sequences", want))
     assert why in handle.took.rounds and handle.took.decode == "breakable"
+
+
+TOLD = {
+    "tokens of a row a round": {"max_matching_ngram_size": 64},
+    "nothing was drafted: output_scores=True": {"output_scores": True},
+    "attnops drafted nothing: num_beams=": {"num_beams": 2},
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_what_became_of_the_drafts_that_a_call_asks_for(told):
+    model = tiny.model("llama")
+    ours, handle = patched(model, None)
+    given = {**asked(1), "max_new_tokens": 6, **TOLD[told]}
+    got = ours.generate(**given, prompt_lookup_num_tokens=3)
+    assert torch.equal(got, model.generate(**given)) and told in handle.took.rounds
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_steps_without_graphs_that_verify(monkeypatch, most):
+    """Rounds go on without drafts: in graphs, or without any. Either is told."""
+    model, draft, own = tiny.model("llama"), Oracle(), decode.graphed_steps
+    ours, handle = patched(model, draft)
+
+    def fails(*args):
+        if args[-1] > most:
+            raise NotCapturable("a step that verifies", "for a test")
+        return own(*args)
+
+    monkeypatch.setattr(decode, "graphed_steps", fails)
+    given = {**asked(1), "max_new_tokens": 6}
+    draft.texts = want = model.generate(**given)
+    with pytest.warns(NotFast):
+        assert torch.equal(ours.generate(**given), want)
+    assert handle.took.decode == ("breakable" if most else "hf")
+    assert ("for a test" in handle.took.why) is not bool(most)
+    assert "some without drafts: NotCapturable" in handle.took.rounds
 
 
 def test_a_draft_runs_beside_the_steps_of_other_threads():

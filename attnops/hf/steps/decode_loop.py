@@ -78,6 +78,8 @@ class Loop:
             running.rounds = found.why
         if why := why or next(why_not_sampled(owner, args, found.kwargs), ""):
             _note(why)
+            if running is not None and found.plan is not None:
+                running.rounds = f"attnops drafted nothing: {why}"
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
         if running is not None and found.plan is not None:
@@ -110,6 +112,8 @@ class Loop:
         if not (why := next(why_not_plain(asked, decoder), "")):
             return self._run(asked, decoder, plan)
         _note(why)
+        if plan is not None and (running := running_generation()) is not None:
+            running.rounds = f"nothing was drafted: {why}"
         owner, ids, processors, criteria, config, streamer, given = asked
         return type(owner)._sample(
             owner,

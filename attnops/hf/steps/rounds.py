@@ -116,10 +116,12 @@ class Rounds:
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
         self.steps = self.tokens = 0
+        self._lost = ""  # why a step had no graph that verifies its drafts
 
     def __str__(self) -> str:
         each = self.tokens / max(1, self.steps * self._rows)
-        return f"{each:.2f} tokens of a row a round"
+        lost = f", some without drafts: {self._lost}" if self._lost else ""
+        return f"{each:.2f} tokens of a row a round{lost}"
 
     def run(self, logits: Tensor, draft: Draft | None) -> Any:
         """What transformers' `_sample` does and returns after the prompt.
@@ -165,17 +167,20 @@ class Rounds:
     def _step(self, queries: int) -> Tensor:
         """Logits `[B, N, V]` after the last tokens and the drafts. N is 1 where graphs cannot run
         it."""
-        made, decoder = self._round, self._decoder
-        ids, positions = made.input[:, :queries], made.positions[:, :queries]
+        made, decoder, running = self._round, self._decoder, running_generation()
         self.steps += 1
-        logits = decoder.try_step(Asks(ids, positions, made.stored), self._cache)
-        if logits is not None:
-            if (running := running_generation()) is not None:
-                running.graphs = decoder.last_mode
-            return logits
+        for count in dict.fromkeys((queries, 1)):
+            asks = Asks(made.input[:, :count], made.positions[:, :count], made.stored)
+            logits = decoder.try_step(asks, self._cache)
+            if logits is not None:
+                if running is not None:
+                    running.graphs = decoder.last_mode
+                return logits
+            self._lost = self._lost or decoder.why
+        if running is not None:
+            running.stepped = True
         decoder.plain_steps += 1
         decoder.look = True
-        asks = Asks(ids[:, :1], positions[:, :1], made.stored)
         return plain_verify(self._asked.owner, asks, self._cache)
 
     def _told(self) -> News:
