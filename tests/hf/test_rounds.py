@@ -2,18 +2,21 @@
 and what is drafted costs time alone."""
 
 import copy
+import threading
 
 import pytest
 import torch
 
 import attnops
-from attnops.core.errors import InvalidInput, PatchError
+from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
+from attnops.hf.steps import decode
 from attnops.hf.steps.round_graph import News
 from attnops.hf.steps.rounds import PROBE, Depth
 from attnops.nn import Proposal
 from tests.hf.decoding import ENDS, Streamer, auto
+from tests.hf.drafting import asked, assistant, patched, worth
 
 FAMILIES = (
     "llama",
@@ -42,24 +45,6 @@ class Oracle:
         odds = torch.rand(found.shape, generator=self._numbers)
         found = torch.where(odds < self.wrong, (found + 1) % tiny.VOCAB, found)
         return Proposal(torch.where(odds < self.wrong / 5, -1, found))
-
-
-def asked(rows, length=9):
-    torch.manual_seed(rows)
-    ids = torch.randint(3, tiny.VOCAB, (rows, length))
-    mask = torch.ones_like(ids)
-    mask[1::2, :3] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask, "do_sample": False}
-
-
-def patched(model, speculate):
-    ours = copy.deepcopy(model)
-    return ours, attnops.patch(ours, decode=auto(compile_after=None), speculate=speculate)
-
-
-def worth(handle):
-    """Tokens of a row a round."""
-    return float(handle.took.rounds.split()[0])
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -94,25 +79,6 @@ def test_tokens_that_are_looked_up(more):
             call = {**given, "input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             assert torch.equal(ours.generate(**call, **more), model.generate(**call))
             assert worth(handle) >= 1
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_an_assistant(kind):
-    """A model that drafts for itself is right, in its own pages, whose rows are of one length no
-    more than the model's."""
-    model, other = tiny.model("llama"), tiny.model(kind, seed=0 if kind == "llama" else 3)
-    ours, handle = patched(model, None)
-    first = {**asked(1), "max_new_tokens": 4, "assistant_model": tiny.model("llama")}
-    ours.generate(**first)
-    assert "it is not patched; want attnops.patch(assistant)" in handle.took.rounds
-    attnops.patch(other, decode=auto(compile_after=None))
-    for rows in (1, 3):
-        given = {**asked(rows), "max_new_tokens": 20}
-        want = model.generate(**given)
-        for _ in range(2):
-            assert torch.equal(ours.generate(**given, assistant_model=other), want)
-            right = worth(handle)
-            assert right > 2.9 if kind == "llama" else right < 2.9
 
 
 def test_samples_have_the_distribution_of_plain_decoding():
@@ -158,6 +124,66 @@ def test_streamed_once_and_in_order():
     assert end is None and [each for put in tokens[1:] for each in put] == want[0, 9:].tolist()
 
 
+def test_rotations_that_follow_from_the_length_of_the_text():
+    """A draft behind the boundary would choose the frequencies of tokens before it, too."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
+    model = tiny.model(
+        "llama",
+        rope_parameters=rope,
+        original_max_position_embeddings=16,
+        max_position_embeddings=64,
+    )
+    draft = Oracle()
+    ours, handle = patched(model, draft)
+    given = {**asked(1), "max_new_tokens": 20}
+    draft.texts = want = model.generate(**given)
+    assert torch.equal(ours.generate(**given), want)
+    assert "longest position" in handle.took.rounds
+
+
+OLD = [
+    ("lookup", 36, "has no room for drafts"),
+    ("lookup", 64, "tokens of a row a round"),
+    ("assistant", 64, "leaves tokens of the cache out"),
+]
+
+
+@pytest.mark.parametrize(("drafts", "room", "told"), OLD)
+def test_a_cache_with_tokens_that_the_text_leaves_out(drafts, room, told):
+    model = tiny.model("llama")
+    ours = copy.deepcopy(model)
+    speculate = "lookup" if drafts == "lookup" else assistant()[0]
+    how = auto(compile_after=None)
+    handle = attnops.patch(ours, cache="paged", decode=how, speculate=speculate)
+    given = {**asked(1), "max_new_tokens": 12, "return_dict_in_generate": True}
+    want = model.generate(**given)
+    got = ours.generate(**given, **named(handle.new_cache(1, room)))
+    turn = torch.tensor([[7, 8, 9]])
+    more = {**given, "input_ids": turn, "attention_mask": torch.ones(1, 23, dtype=torch.int64)}
+    again = model.generate(**more, **named(cache_of(want)))
+    found = ours.generate(**more, **named(cache_of(got)))
+    assert torch.equal(found.sequences, again.sequences)
+    assert told in handle.took.rounds
+
+
+def test_no_position_is_behind_the_text(monkeypatch):
+    """A model with learned positions may have no more."""
+    model, draft = tiny.model("llama"), Oracle(7, wrong=0)
+    ours, handle = patched(model, draft)
+    own, positions = decode.Decoder.try_step, []
+
+    def noted(decoder, asks, cache):
+        positions.append(int(asks.position_ids.max()))
+        return own(decoder, asks, cache)
+
+    monkeypatch.setattr(decode.Decoder, "try_step", noted)
+    given = {**asked(1), "max_new_tokens": 12}
+    draft.texts = want = model.generate(**given)
+    assert torch.equal(ours.generate(**given), want)
+    assert worth(handle) > 3 and max(positions) == 9 + 12 - 2
+
+
 def test_a_cache_that_the_caller_keeps():
     """It counts the tokens that were kept alone, and the next turn goes on with it."""
     model, draft = tiny.model("llama"), Oracle()
@@ -191,6 +217,66 @@ def test_calls_without_drafts_say_why(why):
     got, want = ours.generate(**given), model.generate(**given)
     assert torch.equal(getattr(got, "sequences", got), getattr(want, "sequences", want))
     assert why in handle.took.rounds and handle.took.decode == "breakable"
+
+
+TOLD = {
+    "tokens of a row a round": {"max_matching_ngram_size": 64},
+    "nothing was drafted: output_scores=True": {"output_scores": True},
+    "attnops drafted nothing: num_beams=": {"num_beams": 2},
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_what_became_of_the_drafts_that_a_call_asks_for(told):
+    model = tiny.model("llama")
+    ours, handle = patched(model, None)
+    given = {**asked(1), "max_new_tokens": 6, **TOLD[told]}
+    got = ours.generate(**given, prompt_lookup_num_tokens=3)
+    assert torch.equal(got, model.generate(**given)) and told in handle.took.rounds
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_steps_without_graphs_that_verify(monkeypatch, most):
+    """Rounds go on without drafts: in graphs, or without any. Either is told."""
+    model, draft, own = tiny.model("llama"), Oracle(), decode.graphed_steps
+    ours, handle = patched(model, draft)
+
+    def fails(*args):
+        if args[-1] > most:
+            raise NotCapturable("a step that verifies", "for a test")
+        return own(*args)
+
+    monkeypatch.setattr(decode, "graphed_steps", fails)
+    given = {**asked(1), "max_new_tokens": 6}
+    draft.texts = want = model.generate(**given)
+    with pytest.warns(NotFast):
+        assert torch.equal(ours.generate(**given), want)
+    assert handle.took.decode == ("breakable" if most else "hf")
+    assert ("for a test" in handle.took.why) is not bool(most)
+    assert "some without drafts: NotCapturable" in handle.took.rounds
+
+
+def test_a_draft_runs_beside_the_steps_of_other_threads():
+    """An assistant has its own lock: two models that draft for each other would wait for ever."""
+    model = tiny.model("llama")
+    free = []
+
+    def proposal():
+        turn = handle._paged.decoder().turn
+
+        def other():
+            if turn.acquire(blocking=False):
+                free.append(True)
+                turn.release()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return Proposal(torch.tensor([[5, 6]]))
+
+    ours, handle = patched(model, Broken(proposal))
+    given = {**asked(1), "max_new_tokens": 3}
+    assert torch.equal(ours.generate(**given), model.generate(**given)) and free
 
 
 def test_a_model_without_graphs_says_that_nothing_was_drafted():

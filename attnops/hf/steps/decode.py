@@ -122,7 +122,7 @@ class Decoder:
         self._effects: dict[int, str] = {}
         # Caches whose last prompt or step had no graphs.
         self._without = weakref.WeakSet[State]()
-        self._at_once, self._rows = False, 0  # rows of the last step
+        self._at_once, self._last_kind = False, ""  # of the last step
         self.turn = threading.RLock()
 
     @property
@@ -143,12 +143,12 @@ class Decoder:
             return self.how.mode
         # Compiled code rounds in other places, and under such a policy bits may not follow from the
         # steps before.
-        reached = self._kept.reached(kind_of(rows), self.how.compile_after)
-        due = reached and not deterministic(active_policy())
-        compiled = (self._at_once or due) and not queries
-        modes = ("piecewise", "breakable") if compiled else ("breakable",)
-        failed = self.failures.lasting
-        return next((m for m in modes if self._kind(rows, m, queries) not in failed), "hf")
+        due = self._kept.reached(kind_of(rows), self.how.compile_after)
+        compiled = self._at_once or (due and not deterministic(active_policy()))
+        modes = ("piecewise", "breakable") if compiled and not queries else ("breakable",)
+        return next(
+            (m for m in modes if self._kind(rows, m, queries) not in self.failures.lasting), "hf"
+        )
 
     def _kind(self, rows: int, mode: str = "breakable", queries: int = 0) -> Failed:
         return Failed(self._state, of_steps(kind_of(rows), queries), mode)
@@ -168,7 +168,7 @@ class Decoder:
     @property
     def why(self) -> str:
         """Why the kind of the last step has no graphs, or none that are compiled."""
-        return self.aside or why_steps(self.failures, self._state, kind_of(self._rows))
+        return self.aside or why_steps(self.failures, self._state, self._last_kind)
 
     def why_not(self, rows: int) -> str:
         """Why steps of so many rows, of the model as it is now, get no graphs; "" where they may be
@@ -243,8 +243,8 @@ class Decoder:
 
     def _tried(self, asked: Asks, state: State) -> Tensor | None:
         rows, queries = asked.rows, asked.queries
-        self._rows = rows
-        while Failed(None, kind_of(rows), "breakable") not in self.failures.lasting:
+        self._last_kind = of_steps(kind_of(rows), queries)
+        while Failed(None, self._last_kind, "breakable") not in self.failures.lasting:
             mode = "breakable"
             try:
                 self._look(state)

@@ -78,6 +78,8 @@ class Loop:
             running.rounds = found.why
         if why := why or next(why_not_sampled(owner, args, found.kwargs), ""):
             _note(why)
+            if running is not None and found.plan is not None:
+                running.rounds = f"attnops drafted nothing: {why}"
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
         if running is not None and found.plan is not None:
@@ -110,6 +112,8 @@ class Loop:
         if not (why := next(why_not_plain(asked, decoder), "")):
             return self._run(asked, decoder, plan)
         _note(why)
+        if plan is not None and (running := running_generation()) is not None:
+            running.rounds = f"nothing was drafted: {why}"
         owner, ids, processors, criteria, config, streamer, given = asked
         return type(owner)._sample(
             owner,
@@ -127,7 +131,7 @@ class Loop:
         logits = owner._prefill(ids, config, given, is_first_iteration=True).logits[:, -1:].clone()
         if plan is not None:
             kept = _is_kept(cache_in(given), asked)
-            if why := next(why_no_rounds(asked, decoder, plan.form, kept), ""):
+            if why := next(why_no_rounds(asked, decoder, plan, kept), ""):
                 plan = None
             if (running := running_generation()) is not None:
                 running.rounds = why and f"nothing was drafted: {why}"
@@ -235,12 +239,11 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
 
 def _drafted(asked: Asked, decoder: Decoder, made: Round, logits: Tensor, plan: Plan) -> Any:
     """As `_decoded`, in rounds."""
-    rounds, draft = Rounds(asked, decoder, made), plan.drafts(asked)
+    rounds = Rounds(asked, decoder, made)
     try:
-        return rounds.run(logits, draft)
+        with plan.drafts(asked) as draft:
+            return rounds.run(logits, draft)
     finally:
-        if plan.assistant is not None:
-            draft.end()
         if (running := running_generation()) is not None:
             running.rounds = str(rounds)
 

@@ -106,6 +106,14 @@ class Asked(NamedTuple):
         )
 
     @property
+    def columns(self) -> int:
+        """Positions that the prompt fills. Tokens of earlier turns may be in the mask and not in
+        the text. transformers drops a mask without zeros, and keeps its length."""
+        given = (self.given.get(name) for name in ("position_ids", "attention_mask"))
+        shapes = (x.shape[-1] for x in given if isinstance(x, Tensor))
+        return max(self.input_ids.shape[-1], getattr(self.config, "_mask_length", 0), *shapes)
+
+    @property
     def positions(self) -> int:
         """The positions that the model has."""
         limits = (getattr(each, "max_position_embeddings", None) for each in self.criteria)
@@ -191,7 +199,7 @@ def _why_unknown(asked: Asked) -> Iterator[str]:
 def _why_misplaced(asked: Asked, cache: PagedModelCache) -> Iterator[str]:
     """The reasons for which its tokens may have no place."""
     ids, config, most = asked.input_ids, asked.config, asked.max_length
-    positions, mask = asked.given.get("position_ids"), asked.given.get("attention_mask")
+    positions = asked.given.get("position_ids")
     if (
         not isinstance(positions, Tensor)
         or positions.dtype != torch.int64
@@ -201,14 +209,7 @@ def _why_misplaced(asked: Asked, cache: PagedModelCache) -> Iterator[str]:
     pad = getattr(config, "_pad_token_tensor", None)
     if asked.eos and not (isinstance(pad, Tensor) and pad.dim() == 0):
         yield "a token ends rows and none pads them"
-    # Tokens of earlier turns may be in the mask and not in the text. transformers drops a mask
-    # without zeros, and keeps its length.
-    columns = max(
-        ids.shape[-1],
-        getattr(config, "_mask_length", 0),
-        *(x.shape[-1] for x in (positions, mask) if isinstance(x, Tensor)),
-    )
-    if columns + most - ids.shape[-1] > cache.max_length + 1:
+    if asked.columns + most - ids.shape[-1] > cache.max_length + 1:
         yield "its text may not fit the cache"
     if most > asked.positions + 1:
         yield "its text may be longer than the model's positions"

@@ -81,6 +81,7 @@ class Round:
             self.stored, self._position, self._unfinished = ints(rows), ints(rows), ints(rows)
             self._drafts, self.input, self.positions = (ints(rows, most) for _ in range(3))
             self._eos, self._pad, self._most = ints(choice.ends), ints(), ints()
+            self._last = ints(rows)  # the last position that plain decoding computes
             self._columns = torch.arange(most, device=device)
             self._lengths = ints(rows * most, 1)
             self._processors = ours_of(processors, device, self._lengths)
@@ -90,13 +91,12 @@ class Round:
         self._arrived = torch.cuda.Event() if self._far else None
         self._recorded: dict[int, Recorded] = {}
         self._queries = 1
-        self._proposer: Draft | None = None
         self.failures = Failures[str]()
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """Its buffers, without those of its processors."""
         noise = () if self._noise is None else (self._noise,)
-        rows = self.stored, self._position, self._unfinished, self.seq_lens
+        rows = self.stored, self._position, self._last, self._unfinished, self.seq_lens
         steps = self._drafts, self.input, self.positions, self._lengths
         return (
             *(self._scores, *noise, self.tokens, *rows, *steps),
@@ -144,17 +144,17 @@ class Round:
             recorded.reset()
         self._recorded = {}
 
-    def begin(self, asked: Asked, stored: Tensor, draft: Draft | None) -> None:
-        """Take a prompt. stored: int64 `[B]`, the tokens of each row in the pages. draft: proposes
-        tokens that are not looked up."""
+    def begin(self, asked: Asked, stored: Tensor) -> None:
+        """Take a prompt. stored: int64 `[B]`, the tokens of each row in the pages."""
         self._stream.use()
-        self._proposer, ids, eos = draft, asked.input_ids, asked.eos
+        ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]
         self.tokens[:, :length].copy_(ids)
         self.seq_lens.fill_(length)
         # The prompt has verified its last token, as a round does its first.
         self.stored.copy_(stored - 1)
         self._position.copy_(asked.given["position_ids"][:, -1])
+        self._last.copy_(self._position + (asked.max_length - 1 - length))
         self._unfinished.fill_(1)
         self._most.fill_(asked.max_length)
         if eos:
@@ -164,8 +164,8 @@ class Round:
             follow(ours, theirs)
 
     def choose(self, logits: Tensor) -> None:
-        """Append to each row what the model chose, and draft anew. logits: `[B, N, V]`, after the
-        tokens of the last `input`, or the last of a prompt."""
+        """Append to each row what the model chose, and look drafts up. logits: `[B, N, V]`, after
+        the tokens of the last `input`, or the last of a prompt. `send` follows."""
         rows, queries = self.choice.rows, logits.shape[1]
         self._queries = queries
         self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
@@ -178,8 +178,12 @@ class Round:
                 step()
         else:
             self._choose(queries)
-        if self._proposer is not None:
-            self._propose(self._proposer)
+
+    def send(self, draft: Draft | None) -> None:
+        """Send the news of the choice to the host. draft: proposes tokens that are not looked
+        up."""
+        if draft is not None:
+            self._propose(draft)
         self._host.copy_(self._news, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(self._news.device))
@@ -264,7 +268,9 @@ class Round:
             )
             self._drafts[:, 1:].copy_(found[0])
         self.input.copy_(self._drafts.clamp(min=0))
-        self.positions.copy_(self._position[:, None] + self._columns)
+        # The model may have no more positions. What is drafted behind the text is not accepted.
+        at = self._position[:, None] + self._columns
+        self.positions.copy_(torch.minimum(at, self._last[:, None]))
 
     def _propose(self, draft: Draft) -> None:
         proposal = draft.propose(DraftState(self.tokens, self.seq_lens))

@@ -21,10 +21,12 @@ from attnops.core.select import active_policy
 from attnops.hf.cache.model_pages import EMPTY
 from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
+from attnops.hf.models.rotations import follow_length
 from attnops.hf.steps.calls import Asks, plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
-from attnops.hf.steps.round_graph import Form, News, Round
+from attnops.hf.steps.round_graph import News, Round
+from attnops.hf.steps.speculate import Plan
 from attnops.nn import Draft
 
 PROBE = 32
@@ -38,10 +40,11 @@ _COST = 0.02
 """What one more token of a row adds to the time of a step, as a part of it."""
 
 
-def why_no_rounds(asked: Asked, decoder: Decoder, form: Form, kept: bool) -> Iterator[str]:
+def why_no_rounds(asked: Asked, decoder: Decoder, plan: Plan, kept: bool) -> Iterator[str]:
     """Each reason why a plain call of `generate()` drafts nothing. kept: does the caller have the
     cache after the call?"""
-    cache, rows = cache_in(asked.given), asked.input_ids.shape[0]
+    cache, (rows, length) = cache_in(asked.given), asked.input_ids.shape
+    before = asked.columns - length
     if decoder.how.mode != "auto":
         yield f"decode={decoder.how.mode!r}, and drafts are for 'auto'"
     if deterministic(active_policy()):
@@ -52,12 +55,16 @@ def why_no_rounds(asked: Asked, decoder: Decoder, form: Form, kept: bool) -> Ite
         yield "the kernel needs a plan of the host, which steps with drafts do not have"
     if any(type(each) is RepetitionPenaltyLogitsProcessor for each in asked.processors):
         yield "a repetition penalty follows the drafts of each token"
+    if follow_length(asked.owner):
+        yield "rotations follow from the longest position of a step, and drafts are further on"
     if kept and rows > 1:
         yield "rows get different numbers of tokens, and the caller keeps their cache"
     if asked.streamer is not None and rows > 1:
         yield "rows get different numbers of tokens, and the streamer hears one of each at a time"
-    if asked.max_length - 1 + form.depths[-1] > cache.max_length:
+    if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
         yield "the cache has no room for drafts behind the text"
+    if before and plan.assistant is not None:
+        yield "the assistant reads the text, which leaves tokens of the cache out"
     running = running_generation()
     if running is None or running.checked is not cache.state.pages.pad or not cache.state.whole:
         yield "the mask of its prompt was not checked"
@@ -109,9 +116,11 @@ class Rounds:
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
         self.rounds = self.tokens = 0
+        self._lost = ""  # why a step had no graph that verifies its drafts
 
     def __str__(self) -> str:
-        return f"{self.tokens / max(1, self.rounds):.2f} tokens of a row a round"
+        lost = f", some without drafts: {self._lost}" if self._lost else ""
+        return f"{self.tokens / max(1, self.rounds):.2f} tokens of a row a round{lost}"
 
     def run(self, logits: Tensor, draft: Draft | None) -> Any:
         """What transformers' `_sample` does and returns after the prompt.
@@ -120,9 +129,9 @@ class Rounds:
         """
         asked, pages = self._asked, self._cache.state.pages
         padding = pages.pad[: self._rows].clone()
-        self._round.begin(asked, pages.seen - padding, draft)
+        self._round.begin(asked, pages.seen - padding)
         try:
-            self._decode(logits)
+            self._decode(logits, draft)
         finally:
             if self._rows == 1:  # a cache that may be kept counts the padding that it had
                 with ordinary():
@@ -136,7 +145,7 @@ class Rounds:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **named(self._cache))
 
-    def _decode(self, logits: Tensor) -> None:
+    def _decode(self, logits: Tensor, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
         depth, offered = Depth(made.form.depths, self._rows), made.form.drafts
         counts = False  # the first tokens are the prompt's
@@ -144,6 +153,8 @@ class Rounds:
             queries = logits.shape[1]
             with decoder.turn:
                 made.choose(logits)
+            # Not in the turn, for an assistant has one too, which another thread may have.
+            made.send(draft)
             # By now each unfinished row has one token more than the host knows of.
             if min(self._lengths) + 1 < most:
                 logits = self._step(depth.next(offered))
@@ -160,16 +171,19 @@ class Rounds:
     def _step(self, queries: int) -> Tensor:
         """Logits `[B, N, V]` after the last tokens and the drafts. N is 1 where graphs cannot run
         it."""
-        made, decoder = self._round, self._decoder
-        ids, positions = made.input[:, :queries], made.positions[:, :queries]
-        logits = decoder.try_step(Asks(ids, positions, made.stored), self._cache)
-        if logits is not None:
-            if (running := running_generation()) is not None:
-                running.graphs = decoder.last_mode
-            return logits
+        made, decoder, running = self._round, self._decoder, running_generation()
+        for count in dict.fromkeys((queries, 1)):
+            asks = Asks(made.input[:, :count], made.positions[:, :count], made.stored)
+            logits = decoder.try_step(asks, self._cache)
+            if logits is not None:
+                if running is not None:
+                    running.graphs = decoder.last_mode
+                return logits
+            self._lost = self._lost or decoder.why
+        if running is not None:
+            running.stepped = True
         decoder.plain_steps += 1
         decoder.look = True
-        asks = Asks(ids[:, :1], positions[:, :1], made.stored)
         return plain_verify(self._asked.owner, asks, self._cache)
 
     def _told(self) -> News:

@@ -3,7 +3,8 @@ arguments of the call, which win."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -14,8 +15,10 @@ from attnops.core.record import need
 from attnops.hf.cache.page_sizes import DRAFTS
 from attnops.hf.steps.assistant import Assistant
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.reasons import REPLACED
 from attnops.hf.steps.round_graph import Form
 from attnops.nn import Draft
+from attnops.ops.speculation.record import LONGEST
 
 LOOKUP, ASSISTANT = "prompt_lookup_num_tokens", "assistant_model"
 """transformers' arguments of `generate()`."""
@@ -37,13 +40,18 @@ class Plan(NamedTuple):
     draft: Draft | None = None
     assistant: Any = None
 
-    def drafts(self, asked: Asked) -> Any:
+    @contextmanager
+    def drafts(self, asked: Asked) -> Iterator[Draft | None]:
         """What proposes the tokens of this call, which has read its prompt; None: none does."""
         if self.assistant is None:
-            return self.draft
+            yield self.draft
+            return
         found = Assistant(self.assistant, self.form.drafts)
-        found.begin(asked, asked.max_length + self.form.depths[-1])
-        return found
+        try:
+            found.begin(asked, asked.max_length + self.form.depths[-1])
+            yield found
+        finally:
+            found.end()
 
 
 LOOKS_UP = Plan(Form())
@@ -109,8 +117,15 @@ def against_assistant(owner: Any, assistant: Any) -> str:
     if handle is None:
         return "it is not patched; want attnops.patch(assistant) before"
     handle._settle()
-    if handle._paged is None or handle._paged.states:
+    paged, device = handle._paged, assistant.device
+    if paged is None or paged.states:
         return f"its cache is not of pages alone ({handle._why or 'states'})"
+    if paged.decode.mode != "auto":
+        return f"it is patched with decode={paged.decode.mode!r}; want 'auto'"
+    if vars(assistant).get("forward") is not paged._forward:
+        return REPLACED
+    if device != owner.device:
+        return f"it is on {device}, and {type(owner).__name__} on {owner.device}"
     return ""
 
 
@@ -125,7 +140,7 @@ def drafting(
     if looked_up and assistant is not None:
         return Drafting(kwargs, None)  # transformers refuses both
     if looked_up:
-        ngram = _asked(_NGRAM, kwargs, configs) or 2
+        ngram = min(_asked(_NGRAM, kwargs, configs) or 2, LONGEST)
         return _without(kwargs, Plan(Form(_most(looked_up), ngram)))
     if assistant is None:
         own = None if plan is None else plan.assistant
