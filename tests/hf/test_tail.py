@@ -86,7 +86,7 @@ def test_the_numbers_of_a_request_give_transformers_own_bits(kinds):
         scores = torch.randn(3, 700) * 6
         want, got = scores, scores
         for theirs, own in zip(processors(given, kinds), ours, strict=True):
-            tail._follow(own, theirs)
+            tail.follow(own, theirs)
             want, got = theirs(tokens, want), own(tokens, got)
         assert torch.equal(want.view(torch.int32), got.view(torch.int32)), given
 
