@@ -40,11 +40,11 @@ def test_rounds_beside_steps(graphs):
             whole = row["round_us"] / found["attnops"]["median_us"]
             assert row["of_step"] == pytest.approx(whole, rel=1e-3)
     each = {way: row["tokens_a_round"] for way, row in found.items() if way != "attnops"}
-    # The prompt's own token and 16 of rounds, which are one too many where the last one is full.
-    rounds = {"lookup_1": 9, "lookup_3": 5, "lookup_4": 4, "lookup_7": 3}
-    rounds |= {"right_0": 16, "right_100": 3}
+    # Of 16 tokens, behind the prompt's own.
+    rounds = {"lookup_1": 8, "lookup_3": 4, "lookup_4": 4, "lookup_7": 2}
+    rounds |= {"right_0": 16, "right_100": 2}
     for way, count in rounds.items():
-        assert each[f"attnops_{way}"] == round(17 / count, 2)
+        assert each[f"attnops_{way}"] == round(16 / count, 2)
     assert 1.5 < each["attnops_right_80"] < each["attnops_right_100"]
 
 

@@ -188,7 +188,7 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
             "new_tokens": new,
         }
         if each := way.more.get("tokens_a_round"):
-            rounds = round(new / each)
+            rounds = round((new - 1) / each)  # not the one too many, whose step runs all the same
             found |= {"tokens_a_round": each, "round_us": round(us * (new - 1) / rounds, 2)}
         return found
 
