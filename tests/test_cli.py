@@ -375,7 +375,7 @@ BAD = {
     "no batch": (["llama", "--batch", -1], "batch: got -1"),
     "assume without a target": (["llama", "--assume", "flashinfer"], "assume: got flashinfer"),
     "unknown phase": (["llama", "--phase", "all"], "phase"),
-    "unknown op": (["llama", "--op", "lineal"], "op: got 'lineal', want attention |"),
+    "unknown op": (["llama", "--op", "lineal"], "op: got 'lineal', want accept |"),
     "no decoder": (["t5"], "model_type: got 't5'"),
     "nothing to patch": (["falcon"], "computes attention by itself"),
 }
