@@ -367,7 +367,7 @@ def test_policies_name_kernels_that_exist():
         parse_policy("kernel=linear:fa9")
     with pytest.raises(
         InvalidInput,
-        match=r"policy: got 'linar:triton', want an op before the colon: attention \| .* \| "
+        match=r"policy: got 'linar:triton', want an op before the colon: accept \| .* \| "
         r"linear \| ",
     ):
         parse_policy("kernel=linar:triton")

@@ -52,7 +52,7 @@ def test_the_choice_of_tokens_follows_a_model_that_moves(monkeypatch):
         monkeypatch.setattr(sample, "cache_in", lambda given, cache=cache: cache)
         ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
         asked = Asked(owner, ids, [], [], SimpleNamespace(do_sample=False), None, {})
-        loop._run(asked, decoder)
+        loop._run(asked, decoder, None)
         assert seen[-1][1] == {device}
         assert all(
             graph.alive == (where == device)

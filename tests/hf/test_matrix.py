@@ -63,7 +63,7 @@ COMPILED = RANDOM[:-2]
 OWN_PROMPTS = ("deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss", "qwen3_next")
 """Of these, whose prompts are never captured in float32."""
 
-WITHOUT: tuple[str, ...] = ("kimi_linear", "lfm2", "doge", "llama4")
+WITHOUT: tuple[str, ...] = ("kimi_linear", "doge", "llama4")
 WITHOUT += ("longcat_flash", "gpt2", "opt")
 """Families whose steps have no graphs: their layers have states that move, pages do not serve them,
 or their code waits for the device."""
@@ -220,7 +220,6 @@ def echoes(self, input_ids, **_):
 
 RETURNED = {"return_dict_in_generate": True}
 OF_THE_NEW = transformers.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)
-LOOKUP = {"loop": "prompt_lookup_num_tokens=", "steps": "steps of several tokens"}
 BEAMS = {"pages": "beam search"}
 WAYS = {
     **{name: Way(given) for name, given in OPTIONS.items()},
@@ -232,8 +231,8 @@ WAYS = {
     "chunks": Way({"prefill_chunk_size": 4}),
     "long chunks": Way({"prefill_chunk_size": 40}),
     "samples": Way({"num_return_sequences": 2, "do_sample": True}),
-    "lookup": Way({"prompt_lookup_num_tokens": 3, "rows": 1}, **LOOKUP),
-    "long lookup": Way({"prompt_lookup_num_tokens": 50, "rows": 1}, **LOOKUP),
+    "lookup": Way({"prompt_lookup_num_tokens": 3, "rows": 1}),
+    "long lookup": Way({"prompt_lookup_num_tokens": 50, "rows": 1}),
     "beams": Way({"num_beams": 3}, **BEAMS),
     "beams' samples": Way({"num_beams": 2, "num_return_sequences": 2}, **BEAMS),
     "beams of a config": Way({"generation_config": GenerationConfig(num_beams=2)}, **BEAMS),

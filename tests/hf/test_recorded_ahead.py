@@ -18,7 +18,7 @@ from attnops.hf.steps.decode import Decoder
 from tests.hf.decoding import asked, first, generated
 from tests.ops.test_ahead import tell_ahead
 
-OPS = ("decode_attention", "paged_attention", "write_kv", "attention")
+OPS = ("decode_attention", "paged_attention", "rotate_and_write_kv", "write_kv", "attention")
 STEP = ["LlamaRotaryEmbedding", "LlamaDecoderLayer", "LlamaRMSNorm", "Linear"]
 
 
@@ -90,7 +90,7 @@ def test_kernels_begin_in_the_order_of_their_launches(events):
     with first() as pair:
         generated(pair.model, 2, 9, 3)
     ahead = [event for event in events[: events.index("prompt")] if event in OPS]
-    assert ahead == 2 * ["write_kv", "paged_attention"]
+    assert ahead == ["write_kv", "paged_attention", "rotate_and_write_kv", "paged_attention"]
     steps = events[events.index("step") :]
     assert not set(OPS).intersection(steps)
 

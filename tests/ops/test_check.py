@@ -36,10 +36,11 @@ UNSEEN = {
         ("sparse_mla_attention", "topk_length"),
         ("vertical_slash_indexes", "slash_counts"),
         ("rms_norm", "wide_gain"),
+        ("build_tree", "scores"),
     ),
 }
-"""Numbers that are small, that decide a shape or a rounding, or that the reference does not read;
-and lists that end, or are empty, without a length."""
+"""Numbers that are small, that decide a shape, a rounding or an order alone, or that the reference
+does not read; and lists that end, or are empty, without a length."""
 
 
 def is_float(value):
