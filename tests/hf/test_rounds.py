@@ -52,7 +52,7 @@ def test_tokens_are_those_of_plain_decoding(kind):
     """Batches whose rows keep different numbers of drafts, left padding, rows that end."""
     model, draft = tiny.model(kind), Oracle()
     ours, handle = patched(model, draft)
-    for rows, ends in ((1, None), (3, None), (3, ENDS[:8]), (1, ENDS[:8])):
+    for rows, ends in ((1, None), (3, None), (4, ENDS), (1, ENDS)):
         given = {**asked(rows), "max_new_tokens": 17 + rows}
         if ends:
             given |= {"eos_token_id": ends, "pad_token_id": 0}

@@ -43,8 +43,21 @@ _COST = 0.02
 def why_no_rounds(asked: Asked, decoder: Decoder, plan: Plan, kept: bool) -> Iterator[str]:
     """Each reason why a plain call of `generate()` drafts nothing. kept: does the caller have the
     cache after the call?"""
-    cache, (rows, length) = cache_in(asked.given), asked.input_ids.shape
-    before = asked.columns - length
+    yield from _why_steps(asked, decoder)
+    yield from _why_rows(asked, kept)
+    cache, before = cache_in(asked.given), asked.columns - asked.input_ids.shape[1]
+    if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
+        yield "the cache has no room for drafts behind the text"
+    if before and plan.assistant is not None:
+        yield "the assistant reads the text, which leaves tokens of the cache out"
+    running = running_generation()
+    if running is None or running.checked is not cache.state.pages.pad or not cache.state.whole:
+        yield "the mask of its prompt was not checked"
+
+
+def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
+    """Each reason of the model, of its cache and of how its steps run."""
+    cache = cache_in(asked.given)
     if decoder.how.mode != "auto":
         yield f"decode={decoder.how.mode!r}, and drafts are for 'auto'"
     if deterministic(active_policy()):
@@ -53,21 +66,19 @@ def why_no_rounds(asked: Asked, decoder: Decoder, plan: Plan, kept: bool) -> Ite
         yield "drafts are taken back, and states of linear attention cannot be"
     if cache.state.pages.plans() is not None:
         yield "the kernel needs a plan of the host, which steps with drafts do not have"
-    if any(type(each) is RepetitionPenaltyLogitsProcessor for each in asked.processors):
-        yield "a repetition penalty follows the drafts of each token"
     if follow_length(asked.owner):
         yield "rotations follow from the longest position of a step, and drafts are further on"
+
+
+def _why_rows(asked: Asked, kept: bool) -> Iterator[str]:
+    """Each reason of what the call does with the tokens of its rows. kept: see `why_no_rounds`."""
+    rows = asked.input_ids.shape[0]
+    if any(type(each) is RepetitionPenaltyLogitsProcessor for each in asked.processors):
+        yield "a repetition penalty follows the drafts of each token"
     if kept and rows > 1:
         yield "rows get different numbers of tokens, and the caller keeps their cache"
     if asked.streamer is not None and rows > 1:
         yield "rows get different numbers of tokens, and the streamer hears one of each at a time"
-    if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
-        yield "the cache has no room for drafts behind the text"
-    if before and plan.assistant is not None:
-        yield "the assistant reads the text, which leaves tokens of the cache out"
-    running = running_generation()
-    if running is None or running.checked is not cache.state.pages.pad or not cache.state.whole:
-        yield "the mask of its prompt was not checked"
 
 
 class Depth:
