@@ -25,10 +25,10 @@ def fuse_rotated_write_pass(graph: fx.Graph | fx.GraphModule) -> tuple[Rotated, 
     op that also writes keys and values into pages.
 
     So it is where `write_kv` and a later `varlen_attention` take one key, or a `paged_attention`
-    reads the pages that were written. The rotation is one by
-    halves. The op computes in float32 and rounds once, where the model's code rounds after each
-    step. Nothing else may use the numbers in between, and none of the inputs may be written between
-    their first use and the last that the op takes the place of. The graph records no gradients.
+    reads the pages that were written. The rotation is one by halves. The op computes in float32 and
+    rounds once, where the model's code rounds after each step. Nothing else may use the numbers in
+    between, and none of the inputs may be written between their first use and the last that the op
+    takes the place of. The graph records no gradients.
 
     Args:
         graph: as Dynamo gives it to a backend, with fake values. Changed in place.

@@ -134,7 +134,7 @@ SUITES = (
     ),
     Suite(
         "speculate",
-        "generate() with drafts, that are right with a set probability",
+        "generate() with drafts that are right with a set probability",
         speculate.cases,
         2.0,
         usual=False,

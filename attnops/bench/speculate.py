@@ -8,9 +8,9 @@ writes another text has no time; of attention the text says nothing, and the sui
 `attnops`: `attnops.patch(model)`, no more: a step for each token. `attnops_lookup_1`, `_3`, `_4`
 and `_7`: as many tokens are looked up in the text. It repeats after 64 tokens, so that all are
 right after a prompt that is as long. `attnops_lookup_7` is `speculate="lookup"`.
-`attnops_right_0`, `_80`, `_100`: an object drafts seven tokens, of which each is right so often, in
-percent. `hf`, `hf_lookup`: transformers, which looks up for one row alone; they run only if
-`--ways` names them.
+`attnops_right_0`, `_80`, `_100`: an object drafts seven tokens. Each is right with this
+probability, in percent. `hf`, `hf_lookup`: transformers, which looks up for one row alone; they run
+only if `--ways` names them.
 
 Times are those of a token, from calls in turns, each less the time of a call for one token.
 `tokens_a_round`: tokens of a row. `round_us`: of a round, and `of_step` that over a step of
@@ -112,7 +112,9 @@ class Calls:
             if took is not None:
                 found["decode"] = took.decode
             if took is not None and drafts:
-                found["tokens_a_round"] = tokens_a_round(took.rounds)
+                if not took.tokens_a_round:
+                    raise RuntimeError(took.rounds)
+                found["tokens_a_round"] = round(took.tokens_a_round, 2)
             return written
 
         def warm() -> Tensor:
@@ -162,14 +164,6 @@ def kind_of(name: str) -> str:
     return name.rstrip("_0123456789")
 
 
-def tokens_a_round(told: str) -> float:
-    """Of a row. told: `Patched.took.rounds`. Raises RuntimeError: nothing was drafted."""
-    each = told.partition(" ")[0]
-    if not each[:1].isdigit():
-        raise RuntimeError(told)
-    return float(each)
-
-
 @torch.no_grad()
 def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     """The ways of one model at one prompt, in turns. Raises RuntimeError if transformers' own model
@@ -198,8 +192,8 @@ def measure(setup: Setup, kept: models.Kept, name: str, point: Point) -> Rows:
     rows = time_if_right(
         f"{name} {point}", made, calls.want, 0.0, calls.clock, more=figures, own=(PLAIN,)
     )
-    for step_us in [row["median_us"] for row in rows if row["way"] == PLAIN and "median_us" in row]:
-        for row in rows:
-            if "round_us" in row:
-                row["of_step"] = round(row["round_us"] / step_us, 4)
+    step_us = next((row.get("median_us") for row in rows if row["way"] == PLAIN), None)
+    for row in rows:
+        if step_us and "round_us" in row:
+            row["of_step"] = round(row["round_us"] / step_us, 4)
     return with_ratios(rows, PLAIN, "hf", "hf_lookup")

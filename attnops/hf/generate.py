@@ -51,11 +51,11 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
         finally:
             if paged is not None:
                 _take_back(paged, generation, result)
-            took = handle._taken(generation)
             rounds = generation.rounds
             if handle.decode.speculate is not None and not rounds:
                 rounds = "nothing was drafted: its loop or its cache is transformers' own"
-            handle._took = replace(took, rounds=rounds)
+            worth = {"rounds": rounds, "tokens_a_round": generation.tokens_a_round}
+            handle._took = replace(handle._taken(generation), **worth)
 
 
 @contextmanager

@@ -54,8 +54,9 @@ class Generation:
     ran it.
     loop: why the loop around its steps is transformers' own, "" where it is not
     (attnops.hf.steps.decode_loop).
-    drafts: tokens of a row that a round verifies, of which all but one are drafts; 0: none is
-    drafted. rounds: what they were worth, or why there were none; "" where none was asked for.
+    drafts: the most tokens of a row that a round of drafts verifies; 0 without rounds.
+    rounds: what drafts were worth, or why there were none; "" where none were asked for.
+    tokens_a_round: tokens that a row got in a round, on average; 0.0 without rounds.
     waits: why its last step had no graph yet; "" where it had one.
     last: (the mask that the last step left behind,), or () before the first.
     prepared: (the mask of the next step's forward,) from its preparation to its end, else ().
@@ -81,6 +82,7 @@ class Generation:
     loop: str = ""
     drafts: int = 0
     rounds: str = ""
+    tokens_a_round: float = 0.0
     waits: str = ""
     last: tuple[Any, ...] = ()
     prepared: tuple[Any, ...] = ()

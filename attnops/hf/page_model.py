@@ -374,7 +374,7 @@ class PagedMode:
         is to run it."""
         logits = None
         if calls.serves(kwargs, cache) and generation.checked is cache.state.pages.pad:
-            asked = calls.Asks(kwargs["input_ids"], kwargs.get("position_ids"))
+            asked = calls.StepInputs(kwargs["input_ids"], kwargs.get("position_ids"))
             logits = decoder.try_step(asked, cache)
         # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
         if logits is None and generation.checked is not None and calls.could_serve(kwargs, cache):

@@ -30,6 +30,7 @@ class Took:
     loop: the reason why no graph chose the tokens of the steps in graphs, "" where one did.
     prompt: "compiled" or "captured", the layers that ran its prompt; "" for the model's own.
     rounds: what drafts were worth, or why there were none; "" where none were asked for.
+    tokens_a_round: tokens that a row got in a round of drafts, on average; 0.0 without rounds.
     """
 
     cache: str
@@ -38,6 +39,7 @@ class Took:
     loop: str = ""
     prompt: str = ""
     rounds: str = ""
+    tokens_a_round: float = 0.0
 
     def __str__(self) -> str:
         decode = f", decode={self.decode}" if self.decode else ""

@@ -24,7 +24,8 @@ def patched(model, speculate):
 
 def worth(handle):
     """Tokens of a row a round."""
-    return float(handle.took.rounds.split()[0])
+    assert handle.took.rounds.startswith(f"{handle.took.tokens_a_round:.2f} tokens")
+    return handle.took.tokens_a_round
 
 
 def assistant(mode="auto"):

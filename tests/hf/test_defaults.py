@@ -498,7 +498,7 @@ def test_graphs_of_one_kind_of_step_that_cannot_be_made(monkeypatch):
     monkeypatch.setattr(
         steps, "breakable", lambda step, *a, **more: real(failing(step), *a, **more)
     )
-    monkeypatch.setattr(steps, "layered", lambda *a, **more: failing(in_layers(*a, **more)))
+    monkeypatch.setattr(steps, "layered", lambda *given: failing(in_layers(*given)))
     one, two = (1, 9, 3), (2, 9, 3)
     with beside(mode="auto", compile_after=8) as pair:
         with pytest.warns(NotFast, match="no graph of one row"):

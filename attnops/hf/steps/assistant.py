@@ -11,7 +11,7 @@ from torch import Tensor
 from attnops.adapters.handle import MARK
 from attnops.hf.cache.idle_pages import give_back
 from attnops.hf.cache.names import named
-from attnops.hf.steps.calls import Asks, plain_verify
+from attnops.hf.steps.calls import StepInputs, plain_verify
 from attnops.hf.steps.eligibility import Asked
 from attnops.nn import DraftState, Proposal
 
@@ -50,12 +50,12 @@ class Assistant:
         stored = state.seq_lens - 1 - self._padding
         found = list[Tensor]()
         for _ in range(self.drafts + 1):
-            logits = self._step(Asks(ids, stored[:, None], stored))
+            logits = self._step(StepInputs(ids, stored[:, None], stored))
             ids, stored = logits[:, -1:].argmax(-1), stored + 1
             found.append(ids)
         return Proposal(torch.cat(found[:-1], 1))
 
-    def _step(self, asks: Asks) -> Tensor:
+    def _step(self, asks: StepInputs) -> Tensor:
         logits: Tensor | None = self._paged.decoder().try_step(asks, self._cache)
         return plain_verify(self.model, asks, self._cache) if logits is None else logits
 

@@ -17,16 +17,17 @@ from attnops.hf.attention.descriptor import tracing
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.around import function_modes
-from attnops.hf.steps.compiled_layers import logits_of, place, starts
+from attnops.hf.steps.compiled_layers import logits_of, place, starts, verifying
 
 Kind = Literal["one row", "more rows", "prompt"]
 
 
-class Asks(NamedTuple):
-    """A step that is asked for.
+class StepInputs(NamedTuple):
+    """What a step is called with.
 
-    input_ids, position_ids: int64 `[B, N]`. lengths: int64 `[B]`, the tokens that each row has in
-    its pages, of a step that verifies drafts; None: one token a row, behind those that the cache
+    input_ids, position_ids: int64 `[B, N]`.
+    lengths: of a step that verifies drafts, int64 `[B]`: the tokens that each row has in its pages.
+    Rows keep different numbers of drafts. None: one token a row, behind those that the cache
     counts.
     """
 
@@ -43,8 +44,8 @@ class Asks(NamedTuple):
         """Tokens of a row in a step that verifies; 0 for one that does not."""
         return 0 if self.lengths is None else self.input_ids.shape[1]
 
-    def given(self, live: Tensor) -> dict[str, Tensor]:
-        """The arguments of its graph. live: `[B]`."""
+    def arguments(self, live: Tensor) -> dict[str, Tensor]:
+        """Those of `step_of`, or of `verifying`. live: `[B]`."""
         assert self.position_ids is not None
         if self.lengths is None:
             return {"input_ids": self.input_ids, "position_ids": self.position_ids, "live": live}
@@ -202,36 +203,13 @@ def plain_step(
         return logits_of(forward, argument, input_ids, position_ids, cache)
 
 
-def verify_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """A step that verifies drafts: some tokens of each row, behind those that the row keeps. Rows
-    keep different numbers of drafts, so the step is told the tokens of each, see `place`.
-
-    argument: the name of the model's cache.
-    """
-
-    def verify(
-        tokens: Tensor, positions: Tensor, lengths: Tensor, live: Tensor, cache: PagedModelCache
-    ) -> Any:
-        """tokens, positions: int64 `[B * N]`. lengths: int64 `[B]`. live: as of `step_of`."""
-        state, rows = cache.state, live.shape[0]
-        ids, at = tokens.view(rows, -1), positions.view(rows, -1)
-        place(state.pages, lengths, live)
-        state.start, state.real = starts(state.pages, live, ids.shape[1])
-        try:
-            return logits_of(forward, argument, ids, at, cache)
-        finally:
-            state.start = state.real = None
-
-    return verify
-
-
-def plain_verify(owner: Any, asked: Asks, cache: PagedModelCache) -> Tensor:
+def plain_verify(owner: Any, inputs: StepInputs, cache: PagedModelCache) -> Tensor:
     """Logits `[B, N, V]` of a step that verifies, by the own forward of a patched model."""
-    assert asked.lengths is not None
-    own = verify_of(vars(owner)["forward"].original, cache_names.argument_of(owner))
+    assert inputs.lengths is not None
+    step = verifying(step_of(vars(owner)["forward"].original, cache_names.argument_of(owner)))
     try:
-        found: Tensor = own(**asked.given(torch.ones_like(asked.lengths)), cache=cache)
-        return found
+        logits: Tensor = step(**inputs.arguments(torch.ones_like(inputs.lengths)), cache=cache)
+        return logits
     finally:
         cache.state.end_step()
 
@@ -239,10 +217,19 @@ def plain_verify(owner: Any, asked: Asks, cache: PagedModelCache) -> Tensor:
 def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
     """argument: the name of the model's cache."""
 
-    def step(input_ids: Tensor, position_ids: Tensor, live: Tensor, cache: PagedModelCache) -> Any:
-        """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket."""
+    def step(
+        input_ids: Tensor,
+        position_ids: Tensor,
+        live: Tensor,
+        cache: PagedModelCache,
+        lengths: Tensor | None = None,
+    ) -> Any:
+        """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket. lengths:
+        see `StepInputs`."""
         state = cache.state
-        state.start, state.real = starts(state.pages, live)
+        if lengths is not None:
+            place(state.pages, lengths, live)
+        state.start, state.real = starts(state.pages, live, input_ids.shape[1])
         logits = logits_of(forward, argument, input_ids, position_ids, cache)
         state.start = state.real = None
         return logits

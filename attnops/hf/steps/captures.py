@@ -23,7 +23,7 @@ from attnops.hf.cache.idle_pages import gpu_bytes
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.generation import running_generation
-from attnops.hf.steps.calls import Asks, Kind
+from attnops.hf.steps.calls import Kind, StepInputs
 from attnops.kernels.shared.launch.beside import BESIDE
 
 MOST = 64
@@ -105,8 +105,8 @@ class Over:
         """Arguments of a decode step, as far as a capture reads them."""
         live = self.live[:rows]
         ids = live[:, None].expand(rows, max(1, self.queries))
-        asked = Asks(ids, ids, live if self.queries else None)
-        return {**asked.given(live), "cache": self.cache}
+        inputs = StepInputs(ids, ids, live if self.queries else None)
+        return {**inputs.arguments(live), "cache": self.cache}
 
     def begin(self, rows: int) -> None:
         """Begin to build what the capture of a decode step of so many rows will wait for, once a

@@ -33,14 +33,12 @@ NOTHING = -1
 _STOP = "attnops: rows that the step before did not have, or a cache that is full"
 
 
-def layered(
-    forward: Callable[..., Any], model: nn.Module, regions: Regions, verifies: bool = False
-) -> Callable[..., Any]:
+def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> Callable[..., Any]:
     """A decode step of the model, as `starts` and `forward` make it, that calls its layers through
     `regions`.
 
     So are the modules beside the layers, such as a norm, and the tensor code that begins the step.
-    verifies: it is one of `verify_of`. Raises NotRegional when called.
+    Raises NotRegional when called.
     """
 
     def step(
@@ -59,13 +57,20 @@ def layered(
         finally:
             cache.state.end_step()
 
+    return step
+
+
+def verifying(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of `layered` or `step_of` that verifies drafts, as graphs of such steps call it."""
+
     def verify(
         tokens: Tensor, positions: Tensor, lengths: Tensor, live: Tensor, cache: PagedModelCache
     ) -> Any:
+        """tokens, positions: int64 `[B * N]`. lengths, live: int64 `[B]`."""
         rows = live.shape[0], -1
         return step(tokens.view(rows), positions.view(rows), live, cache, lengths)
 
-    return verify if verifies else step
+    return verify
 
 
 def logits_of(

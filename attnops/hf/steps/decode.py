@@ -31,8 +31,8 @@ from attnops.hf.cache.names import argument_of, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.generation import after_others, look_again
 from attnops.hf.steps.calls import (
-    Asks,
     Kind,
+    StepInputs,
     kind_of,
     modes_now,
     plain_step,
@@ -138,7 +138,7 @@ class Decoder:
 
     def _mode(self, rows: int, queries: int = 0) -> str:
         """The mode of the next step; "hf" where graphs cannot be made. The model's state was looked
-        at. queries: as `Asks` has it; steps that verify have no compiled layers."""
+        at. queries: as `StepInputs` has it; steps that verify have no compiled layers."""
         if self.how.mode != "auto":
             return self.how.mode
         # Compiled code rounds in other places, and under such a policy bits may not follow from the
@@ -197,7 +197,7 @@ class Decoder:
                 forward = self._model  # they see calls of it; those of its parts set steps aside
             elif not self.aside:
                 try:
-                    logits = self._replayed(Asks(input_ids, position_ids), state)
+                    logits = self._replayed(StepInputs(input_ids, position_ids), state)
                     if logits is not None:
                         return logits
                     self.plain_steps += 1
@@ -206,7 +206,7 @@ class Decoder:
                     self._set_aside(error, state)
             return plain_step(forward, input_ids, cache, position_ids, argument_of(self._model))
 
-    def _replayed(self, asked: Asks, state: State) -> Tensor | None:
+    def _replayed(self, asked: StepInputs, state: State) -> Tensor | None:
         """None: kernels of the step are still being compiled."""
         rows = asked.rows
         with self._graphs_of(state, rows, asked.queries) as found:
@@ -216,14 +216,14 @@ class Decoder:
                 return None
             if asked.position_ids is None:
                 asked = asked._replace(position_ids=positions(state, rows))
-            logits: Tensor = found.graphed(**asked.given(found.live[:rows]), cache=found.cache)
+            logits: Tensor = found.graphed(**asked.arguments(found.live[:rows]), cache=found.cache)
             if not asked.queries:
                 self._kept.taken[kind_of(rows)] += 1
             state.rows = rows
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
             return logits.clone()
 
-    def try_step(self, asked: Asks, cache: PagedModelCache) -> Tensor | None:
+    def try_step(self, asked: StepInputs, cache: PagedModelCache) -> Tensor | None:
         """As `step`; `[B, N, V]` of one that verifies, which mode "auto" alone has. None where the
         model's own forward is to run the step, and the cache is as before: the step is set `aside`,
         or, with mode "auto", graphs cannot be made, and `failures` has the reason, or their kernels
@@ -241,7 +241,7 @@ class Decoder:
                 self._set_aside(error, cache.state)
         return None
 
-    def _tried(self, asked: Asks, state: State) -> Tensor | None:
+    def _tried(self, asked: StepInputs, state: State) -> Tensor | None:
         rows, queries = asked.rows, asked.queries
         self._last_kind = of_steps(kind_of(rows), queries)
         while Failed(None, self._last_kind, "breakable") not in self.failures.lasting:

@@ -21,7 +21,7 @@ from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.private import changed
 from attnops.hf.steps.around import flags
-from attnops.hf.steps.calls import Asks
+from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain, why_not_sampled
 from attnops.hf.steps.round_graph import Round
@@ -56,7 +56,7 @@ class Loop:
     def free(self) -> None:
         """Free the graphs, and the memory of their pool."""
         while self._idle:
-            self._idle.pop().reset()
+            self._idle.pop().graphs.reset()
         if self._device is not None:
             self._device.release()
 
@@ -73,17 +73,17 @@ class Loop:
         """
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
-        found, running = drafting(owner, args, kwargs, self._drafts), running_generation()
-        if running is not None:
-            running.rounds = found.why
-        if why := why or next(why_not_sampled(owner, args, found.kwargs), ""):
+        drafted = drafting(owner, args, kwargs, self._drafts)
+        plan = drafted.plan
+        _note_rounds(drafted.why)
+        if why := why or next(why_not_sampled(owner, args, drafted.kwargs), ""):
             _note(why)
-            if running is not None and found.plan is not None:
-                running.rounds = f"attnops drafted nothing: {why}"
+            if plan is not None:
+                _note_rounds(f"attnops drafted nothing: {why}")
             return kwargs
         sample, streamer = self._sample, kwargs.get("streamer")
-        if running is not None and found.plan is not None:
-            running.drafts = found.plan.form.depths[-1]
+        if plan is not None and (running := running_generation()) is not None:
+            running.drafts = plan.form.depths[-1]
 
         # transformers looks `_sample` up on the class, where a method of one model has no place. It
         # hands its own no streamer.
@@ -104,16 +104,16 @@ class Loop:
                 streamer,
                 model_kwargs,
             )
-            return sample(asked, decoder(), found.plan)
+            return sample(asked, decoder(), plan)
 
-        return {**found.given(), "custom_generate": decode}
+        return {**drafted.arguments(), "custom_generate": decode}
 
     def _sample(self, asked: Asked, decoder: Decoder, plan: Plan | None) -> Any:
         if not (why := next(why_not_plain(asked, decoder), "")):
             return self._run(asked, decoder, plan)
         _note(why)
-        if plan is not None and (running := running_generation()) is not None:
-            running.rounds = f"nothing was drafted: {why}"
+        if plan is not None:
+            _note_rounds(f"nothing was drafted: {why}")
         owner, ids, processors, criteria, config, streamer, given = asked
         return type(owner)._sample(
             owner,
@@ -133,8 +133,7 @@ class Loop:
             kept = _is_kept(cache_in(given), asked)
             if why := next(why_no_rounds(asked, decoder, plan, kept), ""):
                 plan = None
-            if (running := running_generation()) is not None:
-                running.rounds = why and f"nothing was drafted: {why}"
+                _note_rounds(f"nothing was drafted: {why}")
         choice = Choice(
             ids.device,
             rows=ids.shape[0],
@@ -150,7 +149,7 @@ class Loop:
         with decoder.turn:
             tail = self._taken(choice, asked, decoder)
         try:
-            _note(tail.reason)
+            _note(tail.graphs.reason)
             with owner._optimize_model_for_decode():
                 if isinstance(tail, Tail):
                     return _decoded(asked, decoder, tail, logits)
@@ -171,29 +170,28 @@ class Loop:
         tail = next((tail for tail in reversed(self._idle) if tail.choice == choice), None)
         if tail is not None:
             self._idle.remove(tail)
-            if not tail.failures.passing:
+            if not tail.graphs.failures.passing:
                 return tail
         # What was not the choice's own fault is tried again.
         made: type[Tail] | type[Round] = Tail if choice.drafts is None else Round
         tail = tail or made(choice, asked.processors)
         self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
         tail.capture(self._device)
-        if tail.reason:
-            not_fast.warn(
-                asked.owner, not_fast.CHOICE, tail.reason, passing=bool(tail.failures.passing)
-            )
+        if why := tail.graphs.reason:
+            passing = bool(tail.graphs.failures.passing)
+            not_fast.warn(asked.owner, not_fast.CHOICE, why, passing=passing)
         return tail
 
     def _put_back(self, tail: Tail | Round) -> None:
         """Keep a tail for later calls, and free those that were not used for long."""
         if tail.choice.device != self._place:  # the model has moved meanwhile
-            tail.reset()
+            tail.graphs.reset()
             return
         self._idle.append(tail)
         while len(self._idle) > _MOST_SMALL or (
             len(self._idle) > _MOST and self.nbytes > _MOST_BYTES
         ):
-            self._idle.pop(0).reset()
+            self._idle.pop(0).graphs.reset()
 
 
 def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
@@ -244,8 +242,7 @@ def _drafted(asked: Asked, decoder: Decoder, made: Round, logits: Tensor, plan: 
         with plan.drafts(asked) as draft:
             return rounds.run(logits, draft)
     finally:
-        if (running := running_generation()) is not None:
-            running.rounds = str(rounds)
+        _note_rounds(str(rounds), rounds.tokens_a_round)
 
 
 def _is_kept(cache: Any, asked: Asked) -> bool:
@@ -278,7 +275,7 @@ class _Steps:
         """Logits `[B, 1, V]` after a text of this length."""
         self._untold += 1
         logits = (
-            self._decoder.try_step(Asks(self._tail.token, self._tail.position), self._cache)
+            self._decoder.try_step(StepInputs(self._tail.token, self._tail.position), self._cache)
             if self._served
             else None
         )
@@ -313,3 +310,9 @@ def _note(why: str) -> None:
     """For `Patched.took`."""
     if (running := running_generation()) is not None:
         running.loop = why
+
+
+def _note_rounds(told: str, tokens_a_round: float = 0.0) -> None:
+    """For `Patched.took`: what drafts were worth, or why there were none."""
+    if (running := running_generation()) is not None:
+        running.rounds, running.tokens_a_round = told, tokens_a_round

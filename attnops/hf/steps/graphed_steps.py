@@ -19,9 +19,9 @@ from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.models.methods import modules_in, walked
 from attnops.hf.steps.around import function_modes
-from attnops.hf.steps.calls import step_of, verify_of
+from attnops.hf.steps.calls import step_of
 from attnops.hf.steps.collectives import without_collectives
-from attnops.hf.steps.compiled_layers import layered
+from attnops.hf.steps.compiled_layers import layered, verifying
 from attnops.hf.steps.model_state import Glance
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.reasons import HOOKED, callers_hooks, drawing, hooks_of_the_caller
@@ -76,12 +76,15 @@ def graphed_steps(
             layers; 0: steps of one token.
     """
     capture: Callable[..., Graphed] = breakable
-    step = (verify_of if queries else step_of)(forward, argument_of(model))
+    step = step_of(forward, argument_of(model))
+    if queries:
+        step = verifying(step)
     # Compiled steps follow those without a compiler, or are asked for by capture().
     if how.mode == "auto" and (regions is None or isinstance(regions, Kinds)):
         step = without_collectives(step)
     if isinstance(regions, Kinds):
-        recorded = layered(forward, model, regions, verifies=queries > 0)
+        recorded = layered(forward, model, regions)
+        recorded = verifying(recorded) if queries else recorded
         capture = partial(breakable, runner=PerKind(regions, recorded))
     elif regions is not None:
         in_layers = layered(forward, model, regions)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.core.errors import NotCapturable
 from attnops.core.record import need
-from attnops.graphs.cuda_graphs import CAPTURING, Device, Recorded, frozen
+from attnops.graphs.cuda_graphs import Device
 from attnops.graphs.streams import LastStream
-from attnops.hf.steps.captures import Failures, passing
+from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
 from attnops.nn import Draft, DraftState
@@ -33,8 +32,8 @@ class Form(NamedTuple):
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Tokens of a row in a round, of which the first is known: without drafts, with half of
-        them, with all."""
+        """Tokens of a row that a round may verify. The first is known. The others are no drafts,
+        half of them, or all."""
         return tuple(sorted({1, 1 + (self.drafts + 1) // 2, 1 + self.drafts}))
 
 
@@ -61,7 +60,6 @@ class Round:
     tokens: int64 `[B, room]`, the texts. What is behind `seq_lens` int32 `[B]` has no meaning.
     input, positions: int64 `[B, N]`, of the next step: the last token, and drafts.
     stored: int64 `[B]`, the tokens of each row that the pages keep.
-    failures: why there is no graph, so that operations are launched one by one.
     """
 
     def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]]) -> None:
@@ -89,60 +87,30 @@ class Round:
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
         self._stream = LastStream(device, self._tensors())
         self._arrived = torch.cuda.Event() if self._far else None
-        self._recorded: dict[int, Recorded] = {}
+        self.graphs = ChoiceGraphs()
         self._queries = 1
-        self.failures = Failures[str]()
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """Its buffers, without those of its processors."""
         noise = () if self._noise is None else (self._noise,)
         rows = self.stored, self._position, self._last, self._unfinished, self.seq_lens
         steps = self._drafts, self.input, self.positions, self._lengths
-        return (
-            *(self._scores, *noise, self.tokens, *rows, *steps),
-            *(self._eos, self._pad, self._most, self._news),
-        )
+        numbers = self._eos, self._pad, self._most, self._news
+        return self._scores, *noise, self.tokens, *rows, *steps, *numbers
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graphs."""
-        graphs = sum(sum(each.bytes_of) for each in self._recorded.values())
-        return graphs + sum(each.nbytes for each in self._tensors())
+        return self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
 
-    @property
-    def reason(self) -> str:
-        """Why there is no graph; "" where there is."""
-        return self.failures.why("")
-
-    def capture(self, graphs: Device) -> None:
-        """Capture the graphs, before `begin`. They draw no random number."""
+    def capture(self, device: Device) -> None:
+        """Capture the graphs, before `begin`."""
         self._stream.use()
-        found = dict[int, Recorded]()
-        try:
-            with CAPTURING, frozen(), graphs.session(), ordinary():
-                for each in self._tensors():  # as if no text had been in it
-                    each.fill_(int(each is self._noise))
-                for queries in self.form.depths[::-1]:
-                    self._choose(queries)
-                    recorded = found[queries] = Recorded(graphs)
-                    recorded.current = f"the choice of {queries} tokens"
-                    with recorded.whole():
-                        recorded.begin()
-                        self._choose(queries)
-        except Exception as error:
-            if not (isinstance(error, NotCapturable) or passing(error)):
-                raise
-            self.failures.note("", error)
-            return
-        self._recorded = found
-        self.failures.done("")
+        self.graphs.capture(device, self.form.depths[::-1], self._clear, self._choose)
 
-    def reset(self) -> None:
-        """Free the graphs."""
-        for recorded in self._recorded.values():
-            recorded.device.settle()
-            recorded.reset()
-        self._recorded = {}
+    def _clear(self) -> None:
+        for each in self._tensors():
+            each.fill_(int(each is self._noise))
 
     def begin(self, asked: Asked, stored: Tensor) -> None:
         """Take a prompt. stored: int64 `[B]`, the tokens of each row in the pages."""
@@ -171,13 +139,7 @@ class Round:
         self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
-        if queries in self._recorded:
-            recorded = self._recorded[queries]
-            recorded.device.follow()
-            for step in recorded.steps:
-                step()
-        else:
-            self._choose(queries)
+        self.graphs.run(queries, self._choose)
 
     def send(self, draft: Draft | None) -> None:
         """Send the news of the choice to the host. draft: proposes tokens that are not looked

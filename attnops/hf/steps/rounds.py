@@ -22,7 +22,7 @@ from attnops.hf.cache.model_pages import EMPTY
 from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.models.rotations import follow_length
-from attnops.hf.steps.calls import Asks, plain_verify
+from attnops.hf.steps.calls import StepInputs, plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.round_graph import News, Round
@@ -105,10 +105,10 @@ class Depth:
         """Of the next round, where so many tokens are drafted at most."""
         if not offered:
             return 1
-        found = max(self.depths, key=self._worth)
-        if found > 1:
+        best = max(self.depths, key=self._worth)
+        if best > 1:
             self._idle = 0
-            return found
+            return best
         self._idle += 1
         return self.depths[-1] if self._idle % PROBE == 0 else 1
 
@@ -129,9 +129,14 @@ class Rounds:
         self.rounds = self.tokens = 0
         self._lost = ""  # why a step had no graph that verifies its drafts
 
+    @property
+    def tokens_a_round(self) -> float:
+        """Tokens that a row got in a round, on average."""
+        return self.tokens / max(1, self.rounds)
+
     def __str__(self) -> str:
         lost = f", some without drafts: {self._lost}" if self._lost else ""
-        return f"{self.tokens / max(1, self.rounds):.2f} tokens of a row a round{lost}"
+        return f"{self.tokens_a_round:.2f} tokens of a row a round{lost}"
 
     def run(self, logits: Tensor, draft: Draft | None) -> Any:
         """What transformers' `_sample` does and returns after the prompt.
@@ -184,7 +189,7 @@ class Rounds:
         it."""
         made, decoder, running = self._round, self._decoder, running_generation()
         for count in dict.fromkeys((queries, 1)):
-            asks = Asks(made.input[:, :count], made.positions[:, :count], made.stored)
+            asks = StepInputs(made.input[:, :count], made.positions[:, :count], made.stored)
             logits = decoder.try_step(asks, self._cache)
             if logits is not None:
                 if running is not None:
@@ -205,6 +210,7 @@ class Rounds:
             for length, n in zip(self._lengths, news.counts, strict=True)
         ]
         if self._asked.streamer is not None:
-            for row in zip(*news.tokens, strict=False):
-                self._asked.streamer.put(torch.tensor(row))
+            [tokens] = news.tokens  # a streamer hears one row
+            for token in tokens:
+                self._asked.streamer.put(torch.tensor([token]))
         return news

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.core.errors import NotCapturable
 from attnops.core.private_torch import assert_async
-from attnops.graphs.cuda_graphs import CAPTURING, Device, Recorded, frozen
+from attnops.graphs.cuda_graphs import Device
 from attnops.graphs.streams import LastStream
-from attnops.hf.steps.captures import Failures, passing
+from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked, held
 from attnops.hf.steps.numbers import Number, field_of
 
@@ -34,7 +33,7 @@ class Choice(NamedTuple):
     processors: for each the type, its fields, sorted by name, and its code; `Number` in the place
         of a number that tensors hold.
     flags: of torch.
-    drafts: how rounds draft, see `round_graph.Plan.form`; None: a token at a time.
+    drafts: how rounds draft, see `round_graph.Form`; None: a token at a time.
     """
 
     device: torch.device
@@ -115,7 +114,6 @@ class Tail:
     tokens: int64 `[B, room]`, the text. The columns behind it repeat a token of the text, so that a
     penalty on `tokens` counts no other.
     token, position: int64 `[B, 1]`, the input of the next step.
-    failures: why there is no graph, so that operations are launched one by one.
     """
 
     def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]]) -> None:
@@ -144,8 +142,7 @@ class Tail:
         self._stream = LastStream(device, self._tensors())
         self._arrived = torch.cuda.Event() if far else None
         self._heard = False
-        self._recorded: Recorded | None = None
-        self.failures = Failures[str]()
+        self.graphs = ChoiceGraphs()
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """Its buffers, without those of its processors, which are small or the caller's."""
@@ -153,47 +150,21 @@ class Tail:
         text = self.tokens, self.token, self.position, self._length
         return self._scores, *noise, *text, self._unfinished, self._eos, self._pad, self._news
 
-    def capture(self, graphs: Device) -> None:
-        """Capture the graph, before `begin`. It draws no random number."""
-        recorded = Recorded(graphs)
-        recorded.current = "the choice of a token"
+    def capture(self, device: Device) -> None:
+        """Capture the graph, before `begin`."""
         self._stream.use()
-        try:
-            with CAPTURING, frozen(), graphs.session(), ordinary():
-                # As if no text had been in it: the last one may have filled it.
-                self._length.zero_()
-                self._scores.zero_()
-                if self._noise is not None:
-                    self._noise.fill_(1)
-                self._choose()
-                with recorded.whole():
-                    recorded.begin()
-                    self._choose()
-        except Exception as error:
-            if not (isinstance(error, NotCapturable) or passing(error)):
-                raise
-            self.failures.note("", error)
-            return
-        self._recorded = recorded
-        self.failures.done("")
+        self.graphs.capture(device, (1,), self._clear, self._choose)
 
-    @property
-    def reason(self) -> str:
-        """Why there is no graph; "" where there is."""
-        return self.failures.why("")
+    def _clear(self) -> None:
+        self._length.zero_()
+        self._scores.zero_()
+        if self._noise is not None:
+            self._noise.fill_(1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graph."""
-        graph = 0 if self._recorded is None else sum(self._recorded.bytes_of)
-        return graph + sum(each.nbytes for each in self._tensors())
-
-    def reset(self) -> None:
-        """Free the graph."""
-        if self._recorded is not None:
-            self._recorded.device.settle()
-            self._recorded.reset()
-        self._recorded = None
+        return self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
 
     def begin(self, asked: Asked, heard: bool) -> None:
         """Take a prompt. heard: will `news` be called after each choice?"""
@@ -218,12 +189,7 @@ class Tail:
         self._scores.copy_(logits[:, -1])
         if self._noise is not None:
             self._noise.exponential_()
-        if self._recorded is None:
-            self._choose()
-        else:
-            self._recorded.device.follow()
-            for step in self._recorded.steps:
-                step()
+        self.graphs.run(1, self._choose)
         if self._heard:
             self._host.copy_(self._news, non_blocking=True)
             if self._arrived is not None:
@@ -238,7 +204,7 @@ class Tail:
         found = self._host.clone()
         return found[:-1], not found[-1]
 
-    def _choose(self) -> None:
+    def _choose(self, _: int) -> None:
         choice, scores, unfinished = self.choice, self._scores, self._unfinished
         for processor in self._processors:
             scores = processor(self.tokens, scores)

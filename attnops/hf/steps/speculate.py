@@ -61,19 +61,20 @@ _PROPOSED = Form(max_ngram=0)
 class Drafting(NamedTuple):
     """Of a call of `generate()`.
 
-    kwargs: its arguments, without those that the plan stands for. plan: None: nothing is drafted
-    here. why: transformers drafts.
+    kwargs: its arguments. Those that the plan stands for are off.
+    plan: how attnops drafts; None: it does not. why: the reason, "" where nothing was asked for.
     """
 
     kwargs: dict[str, Any]
     plan: Plan | None
     why: str = ""
 
-    def given(self) -> dict[str, Any]:
-        """The arguments for transformers, in which None overrides a field of its config."""
-        return {name: value for name, value in self.kwargs.items() if name != LOOKUP} | (
-            {LOOKUP: None} if LOOKUP in self.kwargs else {}
-        )
+    def arguments(self) -> dict[str, Any]:
+        """The arguments for transformers, where None overrides a field of its config."""
+        arguments = dict(self.kwargs)
+        if LOOKUP in arguments:
+            arguments[LOOKUP] = None
+        return arguments
 
 
 def check(speculate: Any, owner: Any) -> None:
