@@ -4,12 +4,13 @@ capture as in eager."""
 from dataclasses import replace
 
 import pytest
+import torch
 
 from attnops.cache import PagedBatch
 from attnops.core.errors import InvalidInput
 from attnops.core.kernel import Capture, extent_at_most, kernels_of, register, renew
 from attnops.core.problem import Extent, Problem
-from attnops.graphs import Buckets, piecewise
+from attnops.graphs import Buckets, breakable, piecewise
 from tests.graphs.helpers import Pair, any_mode, graphed
 from tests.graphs.models import VOCAB
 
@@ -70,3 +71,17 @@ def test_they_need_a_batch():
         InvalidInput, match=r"verify: got \(2,\), want \(\) where the model takes no batch"
     ):
         graphed(piecewise, lambda tokens: tokens, Buckets(decode=(1,), verify=(2,)))
+
+
+def test_without_a_batch_each_request_has_as_many_tokens():
+    step = graphed(
+        breakable,
+        lambda tokens, lengths: tokens + 1,
+        Buckets(decode=(1, 3), verify=(2,), over="eager"),
+        tokens=("tokens",),
+        requests=("lengths",),
+    )
+    for tokens, kind in ((6, "verify"), (3, "decode"), (7, "mixed"), (9, "mixed")):
+        given = {"tokens": torch.arange(tokens), "lengths": torch.zeros(3, dtype=torch.int64)}
+        assert step.sizes(given)[:3] == (kind, tokens, 3)
+        assert torch.equal(step(**given), given["tokens"] + 1)

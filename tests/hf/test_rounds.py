@@ -3,6 +3,7 @@ and what is drafted costs time alone."""
 
 import copy
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import decode
+from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.round_graph import News
 from attnops.hf.steps.rounds import PROBE, Depth
 from attnops.nn import Proposal
@@ -336,6 +338,25 @@ def test_options_that_cannot_draft():
     attnops.patch(other, decode=auto())
     with pytest.raises(PatchError, match="it has 96 words and LlamaForCausalLM has 128"):
         attnops.patch(model, decode=auto(), speculate=other)
+
+
+def test_a_step_that_verifies_ends_with_its_pages():
+    """All tokens of a row must have room, and nothing is written where they do not."""
+    model = tiny.model("llama")
+    ours = copy.deepcopy(model)
+    handle = attnops.patch(ours, cache="paged", decode=auto(compile_after=None))
+    cache, ids = handle.new_cache(1, 12), torch.arange(5, 14)[None]
+    with torch.no_grad():
+        ours(ids, past_key_values=cache, logits_to_keep=1)
+        decoder, drafts = handle._decoder("step"), ids[:, :3]
+        for stored in (9, 10):
+            lengths = torch.tensor([stored])
+            inputs = StepInputs(drafts, lengths[:, None] + torch.arange(3), lengths)
+            room = pytest.raises(RuntimeError, match="a cache that is full")
+            with room if stored == 10 else nullcontext():
+                logits = decoder.try_step(inputs, cache)
+        want = model(torch.cat([ids, drafts], 1)).logits[:, -3:]
+    torch.testing.assert_close(logits, want)
 
 
 def test_the_depth_of_a_round_follows_what_drafts_were_worth():

@@ -136,6 +136,8 @@ class Step:
     adds to the output."""
 
     rows = (B, 1)
+    by_token = False
+    """Are `[B, S, H, D]` rotated, and no `[B, H, S, D]`?"""
 
     def __init__(
         self,
@@ -152,11 +154,14 @@ class Step:
         self.norm = norm
 
     def __call__(self, qkv, cos, sin, q_norm, k_norm, k_pages, v_pages, table, lengths, slots):
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        cos, sin = (x.unsqueeze(2 if self.by_token else 1) for x in (cos, sin))
         q, k, v = (x.view(*self.rows, -1, D) for x in qkv.split([HQ * D, HKV * D, HKV * D], -1))
-        q = self.norm(Gain(q_norm), q).transpose(1, 2)
-        k = self.norm(Gain(k_norm), k).transpose(1, 2)
+        q, k = self.norm(Gain(q_norm), q), self.norm(Gain(k_norm), k)
+        if not self.by_token:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
         query, key = self.turn_q(q, cos, sin), self.turn_k(k, cos, sin)
+        if self.by_token:
+            query, key = query.transpose(1, 2), key.transpose(1, 2)
         self.between(qkv, k_pages)
         given = query, key[None][0], v.transpose(1, 2)
         out = self.attend(given, k_pages, v_pages, table, lengths, slots)
@@ -211,6 +216,14 @@ class Verify(Step):
         )
 
 
+class PromptByToken(Prompt):
+    by_token = True
+
+
+class VerifyByToken(Verify):
+    by_token = True
+
+
 def tokens(*given):
     return [x.transpose(1, 2).flatten(0, 1) for x in given]
 
@@ -225,10 +238,10 @@ def inputs(dtype=torch.float32, seed=0, step=Step):
         table.gather(1, ((lengths - 1) // 4)[:, None].long())[:, 0].long() * 4 + (lengths - 1) % 4
     )
     pages = [torch.randn(2 * B, 4, HKV, D, dtype=dtype) for _ in range(2)]
-    if step is Verify:
+    if issubclass(step, Verify):
         before = (lengths - 2)[:, None].long() + torch.arange(2)
         slots = (table.gather(1, before // 4).long() * 4 + before % 4).flatten()
-    if step is Prompt:
+    if issubclass(step, Prompt):
         table = torch.tensor([0, B], dtype=torch.int32)
     return (
         qkv,
@@ -307,6 +320,15 @@ def test_found(name, kind):
     # Dynamo names nodes as it likes.
     head, _, end = want.partition("..")
     assert found == want if not end else found.startswith(head) and found.endswith(end)
+
+
+@pytest.mark.parametrize("kind", [PromptByToken, VerifyByToken], ids=lambda kind: kind.__name__)
+def test_vectors_that_are_rotated_by_token(kind):
+    told, step = Passing(fuse_rotated_write_pass), kind()
+    mine, plain = (inputs(step=kind) for _ in range(2))
+    got = torch.compile(step, fullgraph=True, backend=told)(*mine)
+    torch.testing.assert_close((got, mine[5]), (step(*plain), plain[5]))
+    assert said(told) == {"rotation"}
 
 
 @pytest.mark.parametrize("kind", FUSES, ids=lambda kind: kind.__name__)
