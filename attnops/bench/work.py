@@ -36,8 +36,8 @@ def experts(config: Any) -> int:
 
 
 def read_of(weight: Any, config: Any, tokens: int) -> float:
-    """The bytes of a weight that so many tokens read: of experts those of the ones that are chosen,
-    were all equally likely."""
+    """The bytes of a weight that so many tokens read. Of experts: the mean, if each is equally
+    likely to be chosen."""
     many = experts(config)
     if weight.dim() < 3 or weight.shape[0] != many:
         return float(weight.nbytes)
