@@ -207,11 +207,11 @@ def test_bad_arguments(text):
     refused(REFUSED[text], text)
 
 
-def test_a_new_layer_learns():
-    """Its first steps are short and its heads forget at different rates."""
+def test_a_new_layer_has_short_steps_and_heads_that_forget_at_rates_of_their_own():
     for name in ("qwen3_next", "bamba"):
         module = layer(name)
         step = nn.functional.softplus(module.dt_bias)
         assert step.min() > 0.99e-3 and step.max() < 0.101
         assert module.A_log.min() >= 0 and module.A_log.max() < 2.8
+        assert len(module.A_log.unique()) == len(step.unique()) == len(step)
         assert torch.isfinite(module(torch.randn(1, 3, E))).all()
