@@ -2,12 +2,13 @@
 form a batch may have."""
 
 from itertools import pairwise
+from math import inf
 
 import pytest
 import torch
 from torch import nn
 
-from attnops.nn import GatedDeltaNet, Mamba2, RecurrentState
+from attnops.nn import GatedDeltaNet, Mamba2, RecurrentState, recurrent
 from tests.modules import close, cu, refused
 
 transformers = pytest.importorskip("transformers")
@@ -128,6 +129,21 @@ def test_packed_texts_are_those_alone(name, goes_on):
         close(whole.state, torch.cat([s.state for s in alone]))
 
 
+def test_packed_rows_may_be_of_nobody(monkeypatch):
+    """The ops clear the output of such rows, which a dense batch does not have."""
+    padded, run = [], recurrent.causal_conv1d
+
+    def recorded(*args, **more):
+        padded.append(more["padded"])
+        return run(*args, **more)
+
+    monkeypatch.setattr(recurrent, "causal_conv1d", recorded)
+    module = layer("bamba")
+    module(torch.randn(1, 3, E))
+    module(torch.randn(3, E), cu_seqlens=cu((2,)), max_seqlen=2)
+    assert padded == [False, True]
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
 def test_jagged_texts_are_packed_ones(name):
     module, starts = layer(name), cu(LENGTHS)
@@ -195,6 +211,8 @@ REFUSED = {
     "num_groups: got 4": lambda: Mamba2(E, 6, num_groups=4),
     "norm_groups: got 5": lambda: Mamba2(E, 6, norm_groups=5),
     "dt_limit: got (0.5, 0.1)": lambda: Mamba2(E, 6, dt_limit=(0.5, 0.1)),
+    "dt_limit: got (0.0, 0.0)": lambda: Mamba2(E, 6, dt_limit=(0.0, 0.0)),
+    "dt_limit: got (inf, inf)": lambda: Mamba2(E, 6, dt_limit=(inf, inf)),
     "hidden.shape[2]: got 5": lambda: layer("bamba")(torch.ones(1, 2, 5)),
     "max_seqlen: got None": lambda: layer("bamba")(torch.ones(2, E), cu_seqlens=cu((2,))),
     "max_seqlen: got 2": lambda: layer("bamba")(torch.ones(1, 2, E), max_seqlen=2),
@@ -207,11 +225,11 @@ def test_bad_arguments(text):
     refused(REFUSED[text], text)
 
 
-def test_a_new_layer_learns():
-    """Its first steps are short and its heads forget at different rates."""
+def test_a_new_layer_has_short_steps_and_heads_that_forget_at_rates_of_their_own():
     for name in ("qwen3_next", "bamba"):
         module = layer(name)
         step = nn.functional.softplus(module.dt_bias)
         assert step.min() > 0.99e-3 and step.max() < 0.101
         assert module.A_log.min() >= 0 and module.A_log.max() < 2.8
+        assert len(module.A_log.unique()) == len(step.unique()) == len(step)
         assert torch.isfinite(module(torch.randn(1, 3, E))).all()

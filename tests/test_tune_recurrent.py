@@ -7,11 +7,13 @@ import torch
 
 from attnops.core import errors
 from attnops.core.errors import NotFast
+from attnops.core.flops import flops_of
 from attnops.core.kernel import kernels_of
 from attnops.core.problem import Target, altered, pretend
 from attnops.core.select import choose, select_by
 from attnops.core.told import installs
 from attnops.measured import Grid, Sizes, Table, distance, place, work
+from attnops.ops import OPS
 from attnops.ops.recurrent.timed import CONV, RULE, SCAN
 from attnops.ops.sweeps import decoding, toy
 from attnops.testing.pool import Pool
@@ -30,12 +32,20 @@ def small(kind):
 
 @pytest.mark.parametrize("op", KINDS)
 @pytest.mark.parametrize("at", [Sizes(3, 1, 1), Sizes(2, 5, 1)], ids=["step", "tokens"])
-def test_bytes_are_those_of_the_call(op, at):
+def test_bytes_and_operations_are_those_of_the_call(op, at):
     """States are read and written. What a head has of a token is left out."""
     kind = small(KINDS[op])
     call = call_of(kind, at, Pool("cpu"))
     moved = {n: t.nbytes for n, t in call.tensors().items() if n not in GATES}
     assert work(kind, at).bytes == sum(moved.values()) + moved["state"]
+    if OPS[op].flops:
+        assert work(kind, at).flops == flops_of(OPS[op], *call.args, **call.kwargs)
+
+
+@pytest.mark.parametrize("part", ["bias", "activation"])
+def test_a_convolution_is_nearest_to_those_with_the_same_parts(part):
+    other = altered(CONV, asks=CONV.asks ^ {part})
+    assert distance(CONV, CONV) < distance(CONV, other) < float("inf")
 
 
 @pytest.mark.parametrize("op", KINDS)

@@ -37,11 +37,10 @@ from attnops.bench.rows import (
     with_ratios,
 )
 from attnops.bench.ways import PLACES, How
-from attnops.bench.work import experts, kv_width
+from attnops.bench.work import experts, kv_width, states_in
 from attnops.configs import SHAPES, config_of
 from attnops.core.errors import InvalidInput
 from attnops.hf.cache.names import argument
-from attnops.hf.cache.other_layers import keeps_states
 from attnops.hf.models.recurrent import of_package, rebound
 from attnops.ops.experts import mxfp4_reference
 from attnops.tune.clock import Run, steps_us
@@ -510,9 +509,7 @@ def rewinder(cache: Any, fill: Run) -> Run:
     kept: list[tuple[Any, str, Any, Tensor | None]] = []
     states: list[tuple[Tensor, Tensor]] = []
     for layer in cache.layers:
-        if keeps_states(layer):
-            found = (*layer.conv_states.values(), *layer.recurrent_states.values())
-            states += [(x, x.clone()) for x in found if x is not None]
+        states += [(x, x.clone()) for x in states_in(layer)]
         for name, value in vars(layer).items():
             in_place = isinstance(value, Tensor) and getattr(layer, "is_compileable", False)
             written = in_place and (getattr(layer, "is_sliding", False) or value.dim() == 0)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from attnops.bench import Point
 from attnops.hf.cache.names import argument
-from attnops.hf.cache.other_layers import layers_with_states
+from attnops.hf.cache.other_layers import keeps_states, layers_with_states
 
 
 def heads(config: Any) -> tuple[int, int, int]:
@@ -36,8 +37,8 @@ def experts(config: Any) -> int:
 
 
 def read_of(weight: Any, config: Any, tokens: int) -> float:
-    """The bytes of a weight that so many tokens read: of experts those of the ones that are chosen,
-    were all equally likely."""
+    """The bytes of a weight that so many tokens read. Of experts: the mean, if each is equally
+    likely to be chosen."""
     many = experts(config)
     if weight.dim() < 3 or weight.shape[0] != many:
         return float(weight.nbytes)
@@ -72,12 +73,18 @@ def _kept(model: Any, tokens: int) -> int:
     model(prompt.to(model.device), **argument(model, cache), use_cache=True)
     found, layers = 0, list[Any](cache.layers)
     for layer in layers:
-        kept = vars(layer)
-        keys = [x for n in ("keys", "values") if (x := kept.get(n)) is not None]
-        both = (kept.get(n, {}) for n in ("conv_states", "recurrent_states"))
-        states = [x for some in both for x in some.values() if x is not None]
-        found += sum(x.nbytes for x in keys) // 2 * tokens + 2 * sum(x.nbytes for x in states)
+        keys = [x for n in ("keys", "values") if (x := getattr(layer, n, None)) is not None]
+        found += sum(x.nbytes for x in keys) // 2 * tokens
+        found += 2 * sum(x.nbytes for x in states_in(layer))
     return found
+
+
+def states_in(layer: Any) -> list[Tensor]:
+    """The states that a layer of transformers' cache keeps; none for one of keys alone."""
+    if not keeps_states(layer):
+        return []
+    both = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [x for x in both if x is not None]
 
 
 def flop_of(model: Any, lengths: list[int]) -> int:

@@ -28,8 +28,8 @@ class Mamba2(RecurrentLayer):
         head_dim: P, numbers of a head.
         state_size: N, numbers of a head's state for each of these.
         num_groups: groups of heads that share b and c, a divisor of H.
-        norm_groups: parts of H * P, each of which has a norm of its own; Bamba of transformers 5.24
-            and Nemotron-H have num_groups.
+        norm_groups: equal parts of the H * P numbers of a token, each normalised by itself; as many
+            as num_groups in Nemotron-H, and in Bamba of transformers 5.24.
         conv_size: W, inputs that the convolution sees.
         conv_bias: has it a bias?
         bias: have the projections one?

@@ -106,7 +106,7 @@ class RecurrentLayer(nn.Module):
         weight, count = self.conv1d.weight, check.size("requests", requests)
         inputs = weight.new_zeros((count, weight.shape[0], self.conv_size - 1), dtype=dtype)
         return RecurrentState(
-            inputs.detach(),
+            inputs,
             torch.zeros(count, *self.state_shape, dtype=torch.float32, device=weight.device),
         )
 

@@ -20,6 +20,7 @@ from attnops.hf.models import convolutions, delta, scans
 from tests.hf import hybrids
 from tests.hf.helpers import tokens
 from tests.hf.test_training_steps import batch
+from tests.modules import cu
 
 OPS = {
     "qwen3_next": ("gated_delta_rule", "causal_conv1d"),
@@ -170,6 +171,52 @@ def test_texts_in_a_row_have_states_of_their_own(name, policy, form, called):
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4)
     longest = 66 if form == "lengths" else 78
     assert all(called[op][:2] == [longest] * 2 for op in OPS[name])
+
+
+@pytest.mark.parametrize(
+    "texts", [[[0, 1, 2, 2]], [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 2, 2]]], ids=len
+)
+@pytest.mark.parametrize("name", OPS)
+def test_a_cache_keeps_the_state_of_the_last_text_of_each_row(name, texts):
+    """As many starts as tokens have an empty text after them."""
+    numbers = torch.tensor(texts, dtype=torch.int32)
+    hidden = torch.randn(*numbers.shape, 64)
+    model = fresh(name)
+    with torch.no_grad(), attnops.patch(model):
+        layer = layer_of(model)
+
+        def state_after(x, **more):
+            cache = DynamicCache(config=model.config)
+            layer(x, cache_params=cache, **more)
+            return cache.layers[layer.layer_idx].recurrent_states[0]
+
+        last = [x[row == row[-1]][None] for x, row in zip(hidden, numbers, strict=True)]
+        want = torch.cat([state_after(x) for x in last])
+        got = state_after(hidden, seq_idx=numbers)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("before", [0, 6])
+@pytest.mark.parametrize("name", OPS)
+def test_a_text_that_a_cache_precedes_is_read_as_by_transformers(name, before):
+    """Its convolution gets the inputs of the cache, or padding, in front of those of the text."""
+    hidden = torch.randn(1, before + 2, 64)
+    model = fresh(name)
+
+    def answer(given):
+        layer, cache = layer_of(model), DynamicCache(config=model.config)
+        if before:
+            layer(hidden[:, :before], cache_params=cache)
+        try:
+            return layer(hidden[:, before:], cache_params=cache, **given)
+        except ValueError:  # transformers 5.24 refuses texts that share a row
+            return None
+
+    with torch.no_grad():
+        for given in ({"seq_idx": torch.zeros(1, 2).int()}, {"cu_seq_lens_q": cu((2,))}):
+            want = answer(given)
+            with attnops.patch(model):
+                torch.testing.assert_close(answer(given), want)
 
 
 @pytest.mark.parametrize("name", [name for name in hybrids.NAMES if name != "qwen3_next"])

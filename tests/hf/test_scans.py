@@ -56,7 +56,6 @@ def by_number(name):
 
 LEFT = {
     "a gate": (SCAN, {"z": torch.zeros(2, 70, 4, 6)}),
-    "texts that go on": (SCAN, {"seq_idx": torch.zeros(2, 70, dtype=torch.int32)}),
     "steps below 0": (SCAN, {"dt_limit": (-1.0, 1.0)}),
     "steps of 0": (SCAN, {"dt_limit": (0.0, 0.0)}),
     "a step of each number": (UPDATE, {"dt": by_number("dt")}),

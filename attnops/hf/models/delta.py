@@ -16,6 +16,7 @@ from attnops.hf.models.functions import (
     Texts,
     count_of,
     is_served,
+    last_of_rows,
     numbers,
     requests_of,
     state_of,
@@ -51,9 +52,7 @@ def _rule(own: Function, view: Any = None) -> Function:
         (rows, tokens, heads, dv), dk = value.shape, key.shape[3]
         given = more if cu_seqlens is None else {**more, "cu_seqlens": cu_seqlens}
         texts = None if view is not None else texts_of(given, rows, tokens)
-        # A package has one state of each text, transformers' cache one of each row.
-        goes_on = texts is not None and initial_state is not None
-        if view is None and (goes_on or not _serves(query, key, value, texts)):
+        if view is None and not _serves(query, key, value, texts):
             more |= {"initial_state": initial_state, "output_final_state": output_final_state}
             more |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens}
             result: tuple[Tensor, Tensor | None] = own(query, key, value, g=g, beta=beta, **more)
@@ -69,8 +68,8 @@ def _rule(own: Function, view: Any = None) -> Function:
             normalize=use_qk_l2norm_in_kernel,
             **requests_of(view, value, rows, tokens, initial_state is None, texts),
         )
-        last = state if texts is None else state[-1:]
-        return output.view(value.shape), last if output_final_state else None
+        last = last_of_rows(state, rows, tokens, texts) if output_final_state else None
+        return output.view(value.shape), last
 
     return run
 

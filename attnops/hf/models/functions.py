@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from attnops.core.private_torch import FakeTensor
 from attnops.core.select import active_policy
 from attnops.hf.models.chosen import Sizes, is_ours
-from attnops.ops import request_starts
+from attnops.ops import request_starts, token_rows
 
 Function = Callable[..., Any]
 Make = Callable[[Function, Any], Function]
@@ -30,8 +30,12 @@ class Texts(NamedTuple):
     longest: int
 
 
+TELL_OF_TEXTS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
+"""The arguments that say where texts begin."""
+
+
 def texts_of(given: Mapping[str, Any], rows: int, tokens: int) -> Texts | None:
-    """The texts of which a call tells; None where each row is one.
+    """The texts in the rows of a call; None if each row is one text.
 
     given: arguments of the call. transformers hands them from the collator to every layer, and its
     own code reads none of them.
@@ -52,12 +56,13 @@ def is_served(
     asks: tuple[str, ...] = (),
     texts: Texts | None = None,
 ) -> bool:
-    """Does an op answer? One whose kernel is not torch's own code, or any one of several texts in a
-    row. x: a tensor of the call. sizes, asks: see `is_ours`."""
+    """Does an op answer the call? It does if texts share a row, or if its kernel is not torch's own
+    code. x: a tensor of the call. sizes, asks: see `is_ours`."""
     if type(x) not in (Tensor, FakeTensor) or not x.numel():  # explain asks with fake ones
         return False
-    policy = active_policy()
-    return texts is not None or bool(is_ours(op, policy, x.device, x.dtype, None, sizes, asks))
+    if texts is not None:
+        return True
+    return bool(is_ours(op, active_policy(), x.device, x.dtype, None, sizes, asks))
 
 
 def requests_of(
@@ -93,6 +98,16 @@ def state_of(view: Any, initial: Tensor | None, x: Tensor, *shape: int) -> Tenso
     if initial is None:
         return x.new_empty(shape, dtype=torch.float32)
     return initial.to(torch.float32, copy=True)
+
+
+def last_of_rows(state: Tensor, rows: int, tokens: int, texts: Texts | None) -> Tensor:
+    """The states after the last token of each row, as transformers' cache keeps them.
+
+    state: those of all texts; of rows where texts is None.
+    """
+    if texts is None:
+        return state
+    return state[token_rows(texts.starts, rows * tokens)[tokens - 1 :: tokens]]
 
 
 def numbers(*shape: int) -> Tensor:

@@ -26,7 +26,7 @@ from attnops.core.select import use
 from attnops.core.tracers import is_recorded
 from attnops.hf.models import convolutions, delta, scans
 from attnops.hf.models.chosen import Sizes, kernel_now
-from attnops.hf.models.functions import Function, Make
+from attnops.hf.models.functions import TELL_OF_TEXTS, Function, Make
 from attnops.hf.models.methods import is_replaced
 from attnops.hf.models.states import OfStates, StateLayer
 from attnops.hf.models.trial import Site, Trial, alone, answer, left_alone
@@ -141,6 +141,7 @@ def served(cls: Any) -> type:
         if isinstance(states, StateLayer):
             states.begin(hidden_states.shape[0])
         stock = not is_dynamo_compiling() and (is_recorded() or tracing())
+        stock = stock or _are_texts_moved(self, cache, hidden_states.shape[1], kwargs)
         run = cls.forward if stock or getattr(self, _MARK, None) is None else ours
         out = run(self, hidden_states, *args, **kwargs)
         if isinstance(states, StateLayer):
@@ -148,6 +149,15 @@ def served(cls: Any) -> type:
         return out
 
     return subclass(cls, {"forward": forward}, (served, cls))
+
+
+def _are_texts_moved(module: Any, cache: Any, tokens: int, given: Mapping[str, Any]) -> bool:
+    """Does the cache put earlier inputs, or padding, before the texts of a row? The convolution is
+    not told of them."""
+    if cache is None or all(given.get(name) is None for name in TELL_OF_TEXTS):
+        return False
+    width = _conv_of(module).kernel_size[0]
+    return bool(cache.has_previous_state(module.layer_idx)) or tokens < width
 
 
 def _cache_in(given: Iterable[Any]) -> Any:

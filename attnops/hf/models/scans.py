@@ -23,6 +23,7 @@ from attnops.hf.models.functions import (
     Texts,
     count_of,
     is_served,
+    last_of_rows,
     numbers,
     requests_of,
     state_of,
@@ -66,8 +67,7 @@ def _scan(own: Function, view: Any = None) -> Function:
         texts = None if view is not None else texts_of(more, rows, tokens)
         # transformers' code of many tokens has no gate, and does not read one.
         left = more.get("z") is not None or shortest < 0 or longest <= 0
-        goes_on = texts is not None and initial_states is not None
-        if view is None and (left or goes_on or not _serves(x, B, C, texts)):
+        if view is None and (left or not _serves(x, B, C, texts)):
             more |= {"dt_limit": dt_limit, "return_final_states": return_final_states}
             more |= {"initial_states": initial_states, "dt_softplus": dt_softplus}
             return own(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, **more)
@@ -78,8 +78,9 @@ def _scan(own: Function, view: Any = None) -> Function:
         limits = NO_LIMITS if is_next else dt_limit
         given = x, dt, A, B, C, D, dt_bias
         output = _scanned(given, state, limits, dt_softplus=dt_softplus, **requests)
-        last = state if texts is None else state[-1:]
-        return (output, last) if return_final_states else output
+        if not return_final_states:
+            return output
+        return output, last_of_rows(state, rows, tokens, texts)
 
     return run
 

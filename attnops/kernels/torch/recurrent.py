@@ -97,7 +97,7 @@ def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...
     all tokens at once."""
     rows, there = formulas.rows_of(call)
     after = call.grad_after
-    if not (call.max_seqlen_q and rows.numel()):
+    if formulas.is_blank_gradient(call):
         return formulas.rule_gradients(call, [], after, rows, there)
     c = solved(call, rows, there)
     state = formulas.state_of(call).to(c.q.dtype)
@@ -228,7 +228,7 @@ def mamba2_scan_backward(call: Mamba2ScanBackward) -> tuple[Tensor, ...]:
     all tokens at once."""
     rows, there = formulas.rows_of(call)
     after = call.grad_after
-    if not (call.max_seqlen_q and rows.numel()):
+    if formulas.is_blank_gradient(call):
         return of_scan.scan_gradients(call, [], after, rows, there)
     w = written(call, rows, there)
     state, after = formulas.state_of(call).to(w.c.dtype), after.to(w.c.dtype)

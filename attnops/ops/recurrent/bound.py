@@ -92,7 +92,7 @@ def _rule(call: Any, expected: Results) -> Allowed:
     rows, there = rows_of(call)
     inputs = inputs_of(call, rows, there)
     reads, allowed = inputs[0].norm(dim=-1, keepdim=True).unbind(1), list[Tensor]()
-    states = iter(_states(inputs, state_before(call), near, half))
+    states = _states(inputs, state_before(call), near, half)
     error = next(states)[1]
     for q, (_, error, size) in zip(reads, states, strict=True):
         allowed.append(q * (error + near * size) + half * (1 + sqrt(dk) * size))

@@ -48,6 +48,7 @@ RULES: Rows = {
     "one_number": ((2, 1), 1, 1, 1, 1),
     "odd": ((5, 20), 3, 3, 20, 9, NORM),
     "no_tokens": ((0, 0), *HEADS, {"padding": 0}),
+    "no_tokens_slack": ((0, 0), *HEADS, {"padding": 0, "slack": 3}),
     "no_requests": ((), *HEADS),
 }
 
@@ -117,6 +118,7 @@ SCANS: Rows = {
     "one_number": ((2, 1), 1, 1, 1, 1),
     "odd": ((5, 20), 3, 3, 20, 9, STEPS),
     "no_tokens": ((0, 0), *HEADS, {"padding": 0}),
+    "no_tokens_slack": ((0, 0), *HEADS, {"padding": 0, "slack": 3}),
     "no_requests": ((), *HEADS),
 }
 

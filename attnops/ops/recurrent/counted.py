@@ -17,8 +17,8 @@ from attnops.measured.kinds import NEAR_HEAD_DIM, octaves
 KEPT = 4
 """Inputs of a channel that a convolution reads and keeps, in most models."""
 
-PARTS = {"bias": "bias", "activation": "activation"}
-"""The arguments that tell kinds of convolutions apart, each with its word in a title."""
+PARTS = ("bias", "activation")
+"""The arguments that tell kinds of convolutions apart."""
 
 
 def _steps_alike(kind: Problem, p: Problem) -> bool:
@@ -111,7 +111,7 @@ def _has_channels(kind: Problem) -> bool:
 
 def _conv_title(kind: Problem) -> str:
     """`causal_conv1d tokens 8192 channels activation bfloat16`."""
-    parts = "".join(f" {word}" for part, word in PARTS.items() if part in kind.asks)
+    parts = "".join(f" {part}" for part in PARTS if part in kind.asks)
     return f"{kind.op} {_when(kind)} {kind.in_features} channels{parts} {name(kind.dtype)}"
 
 

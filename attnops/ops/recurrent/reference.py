@@ -41,6 +41,8 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
 def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
     """The reference of the gradient: token after token, from the last."""
     rows, there = rows_of(call)
+    if is_blank_gradient(call):
+        return rule_gradients(call, [], call.grad_after, rows, there)
     dtype = wide(call.query).dtype
     q, k, v, decay, beta = (x.unbind(1) for x in inputs_of(call, rows, there))
     of_output = padded(call.grad_output, rows, there, dtype).unbind(1)
@@ -126,6 +128,11 @@ def is_blank(call: Any) -> bool:
     return True
 
 
+def is_blank_gradient(call: Any) -> bool:
+    """Has no request a token in the call of a gradient?"""
+    return not (call.grad_output.numel() and call.max_seqlen_q and call.grad_after.shape[0])
+
+
 def rows_of(call: Any) -> tuple[Tensor, Tensor]:
     """(the number of a request's token among all, bool: is there one?), `[B, max_seqlen_q]`."""
     starts = call.cu_seqlens_q[:-1, None].long()
@@ -138,7 +145,7 @@ def inputs_of(
     call: Any, rows: Tensor, there: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value, decay and beta `[B, max_seqlen_q, Hv, ...]`, normalised and scaled.
-    Positions past a request's last token hold 0, which leaves the state as it is."""
+    They are 0 past a request's last token: such positions do not change the state."""
     given = (call.query, call.key, call.value, call.decay, call.beta)
     q, k, v, decay, beta = (padded(x, rows, there, wide(call.query).dtype) for x in given)
     if call.normalize:
@@ -266,8 +273,8 @@ def mamba2_scan(call: Mamba2Scan) -> None:
 
 
 def scan_inputs(call: Any, rows: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, the lengths of the steps, b and c: `[B, max_seqlen_q, Hv, ...]`. Positions past a
-    request's last token have steps of 0, which leave the state as it is."""
+    """x, the lengths of the steps, b and c: `[B, max_seqlen_q, Hv, ...]`. Steps are 0
+    past a request's last token: such positions do not change the state."""
     x, b, c = (padded(y, rows, there, wide(call.x).dtype) for y in (call.x, call.b, call.c))
     dt = raw_steps(call, rows, there)
     if call.dt_softplus:

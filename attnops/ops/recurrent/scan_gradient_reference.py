@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnops.core.tensors import compact
 from attnops.ops.recurrent.reference import (
+    is_blank_gradient,
     packed,
     padded,
     raw_steps,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 def mamba2_scan_backward(call: Mamba2ScanBackward) -> tuple[Tensor, ...]:
     """The reference of the gradient of `attnops.ops.mamba2_scan`."""
     rows, there = rows_of(call)
+    if is_blank_gradient(call):
+        return scan_gradients(call, [], call.grad_after, rows, there)
     x, dt, *others = scan_inputs(call, rows, there)
     of_output = padded(call.grad_output, rows, there, dt.dtype).unbind(1)
     values, b, c = (y.unbind(1) for y in (x * dt[..., None], *others))
