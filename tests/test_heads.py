@@ -367,6 +367,10 @@ FAMILIES = {
 }
 """The tensors of the layer `num_hidden_layers` in GLM-4.5 and DeepSeek-V3, beside MTP_SHAPES."""
 
+OURS = {f"{x}_proj.weight": (n * D, E) for x, n in {"q": HQ, "k": HKV, "v": HKV}.items()}
+OURS["o_proj.weight"] = (E, HQ * D)
+"""The tensors of a SelfAttention."""
+
 
 def mtp_checkpoint(shapes):
     made = {
@@ -421,8 +425,7 @@ def test_a_layer_has_the_tensors_of_a_public_checkpoint(family):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_layer_of_ours_runs_over_pages(compiled):
-    shapes = {f"{x}_proj.weight": (n * D, E) for x, n in {"q": HQ, "k": HKV, "v": HKV}.items()}
-    tensors = mtp_checkpoint({**shapes, "o_proj.weight": (E, HQ * D)})
+    tensors = mtp_checkpoint(OURS)
     made = MTPLayer.from_state_dict(MTP, tensors, SelfAttention(E, HQ, HKV, D))
     run = torch.compile(made, backend="aot_eager", fullgraph=True) if compiled else made
     sizes = {"max_requests": 1, "max_pages_per_request": 4, "dtype": torch.float64, "device": "cpu"}
@@ -448,9 +451,9 @@ def test_a_layer_of_ours_runs_over_pages(compiled):
 
 
 def mtp_loaded(drop=(), *, target=None, head=None, **more):
-    shapes = {f"{x}_proj.weight": (n * D, E) for x, n in {"q": HQ, "k": HKV, "v": HKV}.items()}
-    tensors = mtp_checkpoint({**shapes, "o_proj.weight": (E, HQ * D)})
-    tensors = {name: t for name, t in tensors.items() if name.removeprefix(PREFIX) not in drop}
+    tensors = {
+        name: t for name, t in mtp_checkpoint(OURS).items() if name.removeprefix(PREFIX) not in drop
+    }
     layer = SelfAttention(E, HQ, HKV, D)
     return MTPLayer.from_state_dict(MTP, tensors | more, layer, target, head)
 
