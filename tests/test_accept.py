@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attnops.cache.batch import HostLengths
 from attnops.core.errors import CacheError, InvalidInput, UnknownRequest
 from attnops.ops import copy_kv
 from tests.modules import padded, poisoned, refused
@@ -285,6 +286,9 @@ def test_bad_paths_on_a_device(text, paths):
 def test_steps_that_are_not_the_last():
     cache, _, step = drafted()
     other = dataclasses.replace(step)
-    refused(lambda: cache.accept(other, [[0], [0]]), "step: got a batch without its requests")
+    text = "step: got a batch without its requests"
+    refused(lambda: cache.accept(other, [[0], [0]]), text)
+    other.known(HostLengths([6, 4], [4, 2]))
+    refused(lambda: cache.accept(other, [[0], [0]]), text)
     cache.accept(step, [[0, 1, 2, 3], [0, 1]])
     refused(lambda: cache.accept(step, [[0], [0]]), "step: got a step before the last change")

@@ -169,6 +169,23 @@ def test_words_of_the_head_are_words_of_the_target():
     whole = head.over_target(mine)
     assert torch.equal(whole[..., WORDS], mine)
     close(whole.sum(-1), mine.sum(-1))
+    unsorted = checkpoint() | {"d2t": WORDS.flip(0) - torch.arange(VD)}
+    head = Eagle3Head.from_state_dict(CONFIG, unsorted)
+    assert torch.equal(head.to_target(torch.arange(VD)), WORDS.flip(0))
+    same = checkpoint(**{"lm_head.weight": (V, E)})
+    del same["d2t"], same["t2d"]
+    head = Eagle3Head.from_state_dict(CONFIG | {"draft_vocab_size": None}, same)
+    assert torch.equal(head.to_target(torch.arange(V)), torch.arange(V))
+
+
+def test_words_that_a_config_may_lack():
+    absent = "head_dim", "target_hidden_size"
+    head = Eagle3Head({name: word for name, word in CONFIG.items() if name not in absent})
+    assert head.midlayer.self_attn.k_proj.out_features == HKV * (E // HQ)
+    assert head.target_hidden_size == E and head.states is None
+    states = {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}
+    for config in (states, {"eagle_config": states}):
+        assert Eagle3Head(CONFIG | config).states == (1, 2, 5)
 
 
 def test_a_target_lends_its_embeddings():
@@ -209,7 +226,7 @@ def test_the_rotation_is_that_of_the_config():
         "original_max_position_embeddings": 64,
     }
     at, like = torch.arange(9), torch.zeros(1, dtype=torch.float64)
-    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8}
+    yarn = {**llama3, "rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25}
     plainly, linear, slow, far = (
         head().midlayer.self_attn.rope.cos_sin(at, like)[1]
         for head in (
@@ -225,7 +242,7 @@ def test_the_rotation_is_that_of_the_config():
     # The fastest pair keeps its turns. The slowest is `factor` times slower.
     close(slow[:, 0], plainly[:, 0])
     close(slow[:, -1], torch.sin(at * turns[-1] / 8))
-    close(far[:, -1], torch.sin(at * turns[-1] / 4) * (0.1 * math.log(4) + 1))
+    close(far[:, -1], torch.sin(at * turns[-1] / 4) * 1.25)
     newer = {"rope_parameters": {**llama3, "rope_theta": THETA}, "rope_theta": None}
     again = Eagle3Head(CONFIG | newer).midlayer.self_attn.rope
     assert torch.equal(again.cos_sin(at, like)[1], slow)
@@ -257,6 +274,9 @@ REFUSED = {
     "config.hidden_act: got 'gelu', want 'silu'": loaded(config={"hidden_act": "gelu"}),
     "config.hidden_size: got None, want an int >= 1": loaded(config={"hidden_size": None}),
     "config.hidden_size: got 60, want another number than": loaded(config={"hidden_size": 60}),
+    "config.partial_rotary_factor: got 0.5, want 1.0": loaded(
+        config={"partial_rotary_factor": 0.5}
+    ),
     "config.rope_scaling: got {'type': 'dynamic'}, want rope_type of": rope(type="dynamic"),
     "config.rope_scaling: got {'mrope_section': [1]}, want rope_type of": rope(mrope_section=[1]),
     "folder: got nowhere, want the folder of a checkpoint": lambda: Eagle3Head.from_folder(
@@ -347,6 +367,10 @@ FAMILIES = {
 }
 """The tensors of the layer `num_hidden_layers` in GLM-4.5 and DeepSeek-V3, beside MTP_SHAPES."""
 
+OURS = {f"{x}_proj.weight": (n * D, E) for x, n in {"q": HQ, "k": HKV, "v": HKV}.items()}
+OURS["o_proj.weight"] = (E, HQ * D)
+"""The tensors of a SelfAttention."""
+
 
 def mtp_checkpoint(shapes):
     made = {
@@ -387,6 +411,8 @@ def test_a_layer_has_the_tensors_of_a_public_checkpoint(family):
     want = published_mtp(tensors, lambda x: layer(x, **how), tokens, hidden)
     for got, expected in zip(made(tokens, hidden, **how), want, strict=True):
         close(got, expected, 1e-9)
+    layer.register_forward_hook(lambda _, given, out: (out, None))
+    close(made(tokens, hidden, **how)[0], want[0], 1e-9)
     x = torch.randn(5, E).double()
     for expert in range(EXPERTS):
         gate, up, down = (
@@ -399,8 +425,7 @@ def test_a_layer_has_the_tensors_of_a_public_checkpoint(family):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_layer_of_ours_runs_over_pages(compiled):
-    shapes = {f"{x}_proj.weight": (n * D, E) for x, n in {"q": HQ, "k": HKV, "v": HKV}.items()}
-    tensors = mtp_checkpoint({**shapes, "o_proj.weight": (E, HQ * D)})
+    tensors = mtp_checkpoint(OURS)
     made = MTPLayer.from_state_dict(MTP, tensors, SelfAttention(E, HQ, HKV, D))
     run = torch.compile(made, backend="aot_eager", fullgraph=True) if compiled else made
     sizes = {"max_requests": 1, "max_pages_per_request": 4, "dtype": torch.float64, "device": "cpu"}
@@ -426,9 +451,9 @@ def test_a_layer_of_ours_runs_over_pages(compiled):
 
 
 def mtp_loaded(drop=(), *, target=None, head=None, **more):
-    shapes = {f"{x}_proj.weight": (n * D, E) for x, n in {"q": HQ, "k": HKV, "v": HKV}.items()}
-    tensors = mtp_checkpoint({**shapes, "o_proj.weight": (E, HQ * D)})
-    tensors = {name: t for name, t in tensors.items() if name.removeprefix(PREFIX) not in drop}
+    tensors = {
+        name: t for name, t in mtp_checkpoint(OURS).items() if name.removeprefix(PREFIX) not in drop
+    }
     layer = SelfAttention(E, HQ, HKV, D)
     return MTPLayer.from_state_dict(MTP, tensors | more, layer, target, head)
 
@@ -465,13 +490,14 @@ def test_what_does_not_fit_a_layer_is_refused_by_name(text):
 
 
 def test_of_a_folder_one_layer_is_read(tmp_path):
+    """Of the layers that predict one token more, the second."""
     save = pytest.importorskip("safetensors.torch").save_file
     tensors = mtp_checkpoint({"weight": (E, E)})
-    (tmp_path / "config.json").write_text(json.dumps(MTP))
+    (tmp_path / "config.json").write_text(json.dumps(MTP | {"num_hidden_layers": LAYERS - 1}))
     save({n: t for n, t in tensors.items() if "head" in n}, tmp_path / "model-1-of-2.safetensors")
     save({n: t for n, t in tensors.items() if "head" not in n}, tmp_path / "model-2.safetensors")
     assert all(name.startswith(PREFIX) for name in tensors_of(tmp_path, PREFIX))
     layer = nn.Linear(E, E, bias=False, device="meta")
-    found = MTPLayer.from_folder(tmp_path, layer).state_dict()
+    found = MTPLayer.from_folder(tmp_path, layer, index=1).state_dict()
     assert len(found) == 7
     assert torch.equal(found["layer.weight"], tensors[f"{PREFIX}weight"])

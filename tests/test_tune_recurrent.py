@@ -102,3 +102,4 @@ def test_a_stand_in_on_a_gpu_warns_once_and_says_what_to_install(op, monkeypatch
             choose(bare(op))
         assert choose(bare(op)).name == "aten"
     assert "for triton: pip install triton" in installs(kernels_of(op)["aten"], bare(op))
+    assert not installs(kernels_of(op)["aten"], bare(op, ("triton",)))

@@ -52,8 +52,8 @@ class HostLengths:
     """The lengths of the B requests of a batch, as the host knows them.
 
     tokens: of each, the new ones included. new_tokens: the new ones. window, page_size: of the
-    batch's page table, in tokens; window 0: none. requests: the id of each, and how often it has
-    changed with this step; `()`: not of a cache's own requests.
+    batch's page table, in tokens; window 0: none. requests: the id of each and its number of
+    changes, this step included; `()`: the batch is not of a cache's requests.
     """
 
     tokens: Sequence[int]

@@ -16,8 +16,7 @@ UNREPEATED = (
 
 
 def tell(kernel: Kernel, problem: Problem) -> None:
-    """Warn of a kernel that is chosen for a call. Of one that only stands in for others once a
-    process."""
+    """Warn of a kernel that is chosen for a call; of a stopgap once per process and op."""
     if kernel.unrepeated(problem):
         text = UNREPEATED.format(f"{kernel.op}.{kernel.name}")
         warnings.warn(text, UserWarning, stacklevel=3)
@@ -30,8 +29,8 @@ def tell(kernel: Kernel, problem: Problem) -> None:
 
 
 def installs(kernel: Kernel, problem: Problem) -> str:
-    """What brings a call a faster kernel on this machine, where a stopgap is all that there is;
-    else nothing."""
+    """What to install on this machine so that a faster kernel takes a call of a stopgap; "" where
+    no package is missing."""
     if not kernel.stopgap:
         return ""
     others = [k for k in kernels_of(problem.op).values() if not (k.judge or k.stopgap)]

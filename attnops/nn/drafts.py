@@ -72,12 +72,12 @@ class Proposal(NamedTuple):
             "parents": (self.parents, sizes, torch.int32),
             "probabilities": (self.probabilities, (*sizes, vocab_size), torch.float32),
         }
-        for field, (given, shape, dtype) in wanted.items():
-            if given is None:
+        for field, (value, shape, dtype) in wanted.items():
+            if value is None:
                 continue
-            found = check.tensor(field, given, str(list(shape)), len(shape))
-            need(tuple(found.shape) == shape, f"{field}.shape", tuple(found.shape), str(shape))
-            need(found.dtype == dtype, f"{field}.dtype", name(found.dtype), name(dtype))
+            check.tensor(field, value, str(list(shape)), len(shape))
+            need(tuple(value.shape) == shape, f"{field}.shape", tuple(value.shape), str(shape))
+            need(value.dtype == dtype, f"{field}.dtype", name(value.dtype), name(dtype))
         return self
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,7 @@ from torch.nn import functional as F
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import need
 from attnops.nn import arguments as check
-from attnops.nn.heads import (
-    assign,
-    config_of,
-    embedded,
-    fits,
-    only,
-    tensors_of,
-)
+from attnops.nn.heads import assign, config_of, embedded, fits, only, tensors_of
 from attnops.nn.rotary import RotaryEmbedding
 from attnops.nn.self_attention import SelfAttention
 
@@ -32,7 +26,8 @@ def rope_of_config(config: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
     """The rotation that a config.json names, in `rope_parameters` or the older `rope_scaling`.
     Raises InvalidInput for a kind that RotaryEmbedding does not have."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta: Any = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    words = {**config, **given}
+    theta: Any = words.get("rope_theta", 10000.0)
     kind = given.get("rope_type", given.get("type", "default"))
     more: dict[str, Any] = {"factor": given.get("factor")}
     if kind in ("llama3", "yarn"):
@@ -42,10 +37,12 @@ def rope_of_config(config: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
         more["beta_slow"] = given.get("low_freq_factor")
     if kind == "yarn":
         more |= {name: given[name] for name in YARN if given.get(name) is not None}
+    part = words.get("partial_rotary_factor") or 1.0
+    need(part == 1.0, "config.partial_rotary_factor", part, "1.0, for whole heads")
     kinds = ("default", "linear", "llama3", "yarn")
-    whole = "mrope_section" not in given and given.get("partial_rotary_factor", 1.0) == 1.0
-    want = f"rope_type of {' | '.join(kinds)}, for whole heads and one position a token"
-    need(whole and kind in kinds, "config.rope_scaling", repr(given), want)
+    known = "mrope_section" not in given and kind in kinds
+    want = f"rope_type of {' | '.join(kinds)}, with one position per token"
+    need(known, "config.rope_scaling", repr(given), want)
     if kind == "default":
         return RotaryEmbedding(head_dim, theta)
     return RotaryEmbedding(head_dim, theta, scaling=kind, **more)
@@ -195,13 +192,8 @@ class Eagle3Head(nn.Module):
         """
         head = cls(config, device="meta")
         fits(target, head.vocab_size, head.target_hidden_size)
-        given = {
-            "midlayer." + name.removeprefix("layers.0.")
-            if name.startswith("layers.0.")
-            else name: t
-            for name, t in tensors.items()
-        }
-        said = given.pop("t2d", None)
+        given = {re.sub(r"^layers\.0\.", "midlayer.", name): t for name, t in tensors.items()}
+        t2d = given.pop("t2d", None)
         if head.draft_vocab_size == head.vocab_size:
             given.setdefault("d2t", torch.zeros(head.draft_vocab_size, dtype=torch.int64))
         if "d2t" in given:
@@ -209,21 +201,21 @@ class Eagle3Head(nn.Module):
         if "embed_tokens.weight" in given:
             head.embed_tokens = nn.Embedding(head.vocab_size, head.hidden_size, device="meta")
         assign(head, given, "an EAGLE-3 head")
-        head._check_words(said)
+        head._check_words(t2d)
         if target is not None:
             if head.embed_tokens is None and head.hidden_size == target.embedding_dim:
                 head.embed_tokens = target
             head.to(target.weight.device, target.weight.dtype)
         return head
 
-    def _check_words(self, said: Tensor | None) -> None:
-        """`said`: the checkpoint's t2d, bool `[vocab_size]`: which words the head has."""
+    def _check_words(self, t2d: Tensor | None) -> None:
+        """t2d: the checkpoint's, bool `[vocab_size]`: which of the target's words the head has."""
         ids = self._ids()
         inside = bool((ids >= 0).all()) and bool((ids < self.vocab_size).all())
         limit = f"i + d2t[i] between 0 and {self.vocab_size - 1}"
         need(inside, "d2t", f"ids from {int(ids.min())} to {int(ids.max())}", limit)
-        if said is not None:
-            alike = torch.equal(said.bool().nonzero()[:, 0], ids.sort().values)
+        if t2d is not None:
+            alike = torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values)
             need(alike, "t2d", "other words", "True at i + d2t[i], and nowhere else")
 
     def forward(

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.nn import arguments as check
-from attnops.nn.heads import (
-    assign,
-    config_of,
-    embedded,
-    fits,
-    only,
-    tensors_of,
-)
+from attnops.nn.heads import assign, config_of, embedded, fits, only, tensors_of
 
 OWN = ("enorm.", "hnorm.", "eh_proj.", "shared_head.", "embed_tokens.")
 """How the names of a checkpoint begin that are not those of the decoder layer."""

@@ -79,6 +79,7 @@ SAMPLED: Rows = {
     "siblings": (6, 24, "wide", {"words": 5}),
     "no_probabilities": (7, 16, "wide", {"words": 4, "blank": True}),
     "large_vocabulary": (3, 6, "wide", {"words": 5000}),
+    "blank_end": (6, 6, "wide", {"words": 4097, "blank": True}),
 }
 
 

@@ -62,8 +62,8 @@ def lookup_drafts(
 
     Args:
         tokens: int64 `[B, L]`, the text of each row, its first token at 0. L is at least 1.
-        seq_lens: int32 `[B]`, how many tokens are written. The others are not read. Counts are
-            brought into `[0, L]`.
+        seq_lens: int32 `[B]`, how many tokens are written. The others are not read. A number
+            outside `[0, L]` is clamped.
         max_ngram: 1 to 32 tokens.
         num_drafts: K, at least 1.
 

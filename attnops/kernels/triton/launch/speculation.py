@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnops.ops.speculation.tree import BuildTree, TreeMask
 
 MOST_AT_ONCE = 4096
-"""Tokens of a text that a program compares at once."""
+"""Tokens of a text, words of a vocabulary or keys of a mask that a program has at once."""
 COMPARED = 64
 """Candidates of a tree that a program compares with as many others at once."""
 
