@@ -54,8 +54,8 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
             rounds = generation.rounds
             if handle.decode.speculate is not None and not rounds:
                 rounds = "nothing was drafted: its loop or its cache is transformers' own"
-            worth = {"rounds": rounds, "tokens_a_round": generation.tokens_a_round}
-            handle._took = replace(handle._taken(generation), **worth)
+            took, worth = handle._taken(generation), generation.tokens_a_round
+            handle._took = replace(took, rounds=rounds, tokens_a_round=worth)
 
 
 @contextmanager
