@@ -7,7 +7,7 @@ what the last choice was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from attnops.hf.models.rotations import follow_length
 from attnops.hf.steps.calls import StepInputs, plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.round_graph import News, Round
 from attnops.hf.steps.speculate import Plan
 from attnops.nn import Draft
@@ -40,14 +41,21 @@ _COST = 0.02
 """What one more token of a row adds to the time of a step, as a part of it."""
 
 
-def why_no_rounds(asked: Asked, decoder: Decoder, plan: Plan, kept: bool) -> Iterator[str]:
-    """Each reason why a plain call of `generate()` drafts nothing. kept: does the caller have the
-    cache after the call?"""
+def why_no_rounds(
+    asked: Asked, decoder: Decoder, plan: Plan, kept: bool, read: Sequence[Read]
+) -> Iterator[str]:
+    """Each reason why a plain call of `generate()` drafts nothing.
+
+    kept: does the caller have the cache after the call? read: the hidden states of the prompt, for
+    a head.
+    """
     yield from _why_steps(asked, decoder)
     yield from _why_rows(asked, kept)
     cache, before = cache_in(asked.given), asked.columns - asked.input_ids.shape[1]
     if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
         yield "the cache has no room for drafts behind the text"
+    if plan.form.head is not None and not read:
+        yield "the head has not read the states of the prompt"
     if before and plan.assistant is not None:
         yield "the assistant reads the text, which leaves tokens of the cache out"
     running = running_generation()
@@ -119,10 +127,13 @@ class Depth:
 
 
 class Rounds:
-    """The rounds of one call after its prompt."""
+    """The rounds of one call after its prompt.
 
-    def __init__(self, asked: Asked, decoder: Decoder, made: Round) -> None:
-        self._asked, self._decoder, self._round = asked, decoder, made
+    read: the hidden states of the prompt, for a head.
+    """
+
+    def __init__(self, asked: Asked, decoder: Decoder, made: Round, read: Sequence[Read]) -> None:
+        self._asked, self._decoder, self._round, self._read = asked, decoder, made, read
         self._cache = cache_in(asked.given)
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
@@ -145,9 +156,9 @@ class Rounds:
         """
         asked, pages = self._asked, self._cache.state.pages
         padding = pages.pad[: self._rows].clone()
-        self._round.begin(asked, pages.seen - padding)
+        self._round.begin(asked, padding, pages.seen - padding, self._read)
         try:
-            self._decode(logits, draft)
+            self._decode(Outputs(logits), draft)
         finally:
             if self._rows == 1:  # a cache that may be kept counts the padding that it had
                 with ordinary():
@@ -161,19 +172,19 @@ class Rounds:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **named(self._cache))
 
-    def _decode(self, logits: Tensor, draft: Draft | None) -> None:
+    def _decode(self, out: Outputs, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
         depth, offered = Depth(made.form.depths, self._rows), made.form.drafts
         counts = False  # the first tokens are the prompt's
         while True:
-            queries = logits.shape[1]
+            queries = out.logits.shape[1]
             with decoder.turn:
-                made.choose(logits)
+                made.choose(out)
             # Not in the turn, for an assistant has one too, which another thread may have.
             made.send(draft)
             # By now each unfinished row has one token more than the host knows of.
             if min(self._lengths) + 1 < most:
-                logits = self._step(depth.next(offered))
+                out = self._step(depth.next(offered))
             news = self._told()
             if counts:
                 self.rounds += sum(n > 0 for n in news.counts)
@@ -184,23 +195,22 @@ class Rounds:
             offered = news.offered
             counts = True
 
-    def _step(self, queries: int) -> Tensor:
-        """Logits `[B, N, V]` after the last tokens and the drafts. N is 1 where graphs cannot run
-        it."""
+    def _step(self, queries: int) -> Outputs:
+        """After the last tokens and the drafts. N is 1 where graphs cannot run it."""
         made, decoder, running = self._round, self._decoder, running_generation()
         for count in dict.fromkeys((queries, 1)):
             asks = StepInputs(made.input[:, :count], made.positions[:, :count], made.stored)
-            logits = decoder.try_step(asks, self._cache)
-            if logits is not None:
+            out = decoder.try_step(asks, self._cache)
+            if out is not None:
                 if running is not None:
                     running.graphs = decoder.last_mode
-                return logits
+                return out
             self._lost = self._lost or decoder.why
         if running is not None:
             running.stepped = True
         decoder.plain_steps += 1
         decoder.look = True
-        return plain_verify(self._asked.owner, asks, self._cache)
+        return plain_verify(self._asked.owner, decoder.forward, asks, self._cache)
 
     def _told(self) -> News:
         """The news of the last choice, which the streamer has heard."""
