@@ -51,8 +51,9 @@ def test_rounds_beside_steps(graphs):
 def test_a_wrong_text_has_no_time(graphs, monkeypatch):
     """Every draft is accepted, though it is wrong."""
 
-    def accept(drafts, target):
-        return None, torch.full_like(drafts[:, 0], drafts.shape[1] - 1, dtype=torch.int32)
+    def accept(drafts, target, parents=None):
+        path = torch.arange(drafts.shape[1], dtype=torch.int32).expand_as(drafts)
+        return path, torch.full_like(drafts[:, 0], drafts.shape[1] - 1, dtype=torch.int32), None
 
     monkeypatch.setattr(round_graph, "accept", accept)
     found = rows()

@@ -13,8 +13,11 @@ from attnops.cache.paged import ordinary
 from attnops.core.record import need
 from attnops.graphs.cuda_graphs import Device
 from attnops.graphs.streams import LastStream
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.paths import Paths
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
 from attnops.nn import Draft, DraftState
 from attnops.ops import accept, lookup_drafts
@@ -24,11 +27,12 @@ class Form(NamedTuple):
     """What graphs of rounds are made for.
 
     drafts: tokens that are drafted at most. max_ngram: of the longest text that is looked up in the
-    row's own; 0: others draft.
+    row's own; 0: others draft. trees: may they draft trees?
     """
 
     drafts: int = 7
     max_ngram: int = 3
+    trees: bool = False
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -60,6 +64,7 @@ class Round:
     tokens: int64 `[B, room]`, the texts. What is behind `seq_lens` int32 `[B]` has no meaning.
     input, positions: int64 `[B, N]`, of the next step: the last token, and drafts.
     stored: int64 `[B]`, the tokens of each row that the pages keep.
+    tree: is the next input a tree?
     """
 
     def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]]) -> None:
@@ -85,9 +90,12 @@ class Round:
             self._processors = ours_of(processors, device, self._lengths)
             self._news = ints(rows + rows * most + 2)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
+        self.paths = Paths(rows, most, device) if self.form.trees else None
         self._stream = LastStream(device, self._tensors())
         self._arrived = torch.cuda.Event() if self._far else None
         self.graphs = ChoiceGraphs()
+        self.tree = False
+        self._device: Device | None = None
         self._queries = 1
 
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -96,7 +104,8 @@ class Round:
         rows = self.stored, self._position, self._last, self._unfinished, self.seq_lens
         steps = self._drafts, self.input, self.positions, self._lengths
         numbers = self._eos, self._pad, self._most, self._news
-        return self._scores, *noise, self.tokens, *rows, *steps, *numbers
+        trees = () if self.paths is None else self.paths.tensors
+        return self._scores, *noise, self.tokens, *rows, *steps, *numbers, *trees
 
     @property
     def nbytes(self) -> int:
@@ -106,15 +115,21 @@ class Round:
     def capture(self, device: Device) -> None:
         """Capture the graphs, before `begin`."""
         self._stream.use()
+        self._device = device
         self.graphs.capture(device, self.form.depths[::-1], self._clear, self._choose)
 
     def _clear(self) -> None:
         for each in self._tensors():
             each.fill_(int(each is self._noise))
 
-    def begin(self, asked: Asked, stored: Tensor) -> None:
-        """Take a prompt. stored: int64 `[B]`, the tokens of each row in the pages."""
+    def begin(self, asked: Asked, pages: ModelPages) -> None:
+        """Take a prompt, whose tokens the pages keep."""
         self._stream.use()
+        if self.paths is not None:
+            assert self._device is not None
+            self.paths.use(pages, self._device, self.form.depths[:0:-1])
+        self.tree = False
+        stored = pages.seen - pages.pad[: self.choice.rows]
         ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]
         self.tokens[:, :length].copy_(ids)
@@ -131,6 +146,16 @@ class Round:
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
 
+    def step(self, queries: int) -> StepInputs:
+        """What a step over the first so many tokens of the next input is called with."""
+        parents = None
+        if self.tree and queries > 1:
+            assert self.paths is not None
+            parents = self.paths.parents[:, :queries]
+        return StepInputs(
+            self.input[:, :queries], self.positions[:, :queries], self.stored, parents
+        )
+
     def choose(self, logits: Tensor) -> None:
         """Append to each row what the model chose, and look drafts up. logits: `[B, N, V]`, after
         the tokens of the last `input`, or the last of a prompt. `send` follows."""
@@ -140,6 +165,9 @@ class Round:
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
         self.graphs.run(queries, self._choose)
+        if self.tree and queries > 1:
+            assert self.paths is not None
+            self.paths.move(queries)
 
     def send(self, draft: Draft | None) -> None:
         """Send the news of the choice to the host. draft: proposes tokens that are not looked
@@ -169,8 +197,8 @@ class Round:
             return torch.where(columns < self.seq_lens[:, None], texts, self._pad)
 
     def _choose(self, queries: int) -> None:
-        target = self._chosen(queries)
-        counts = self._counted(target)
+        target, accepted = self._accepted(self._chosen(queries))
+        counts = self._counted(target, accepted)
         columns = self._columns[:queries]
         at = self.seq_lens[:, None] + columns
         # Those behind the counts are written again by the next round.
@@ -204,12 +232,21 @@ class Round:
             chosen = drawn(torch.softmax(scores, dim=-1), self._noise[: rows * queries])
         return chosen.view(rows, queries)
 
-    def _counted(self, target: Tensor) -> Tensor:
+    def _accepted(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """(the chosen tokens `[B, N]` along the way of those that are accepted, how many drafts of
+        each row are accepted `[B]`)."""
+        drafts = self._drafts[:, : target.shape[1]].contiguous()
+        if self.paths is None:
+            return target, accept(drafts, target)[1]
+        path, accepted, _ = accept(drafts, target, self.paths.of(drafts.shape[1]))
+        self.paths.note(path, self.stored)
+        return target.gather(1, path.clamp(min=0).long()), accepted
+
+    def _counted(self, target: Tensor, accepted: Tensor) -> Tensor:
         """int64 `[B]`: how many of the chosen tokens `[B, N]` each row gets. Rows that end are
-        finished."""
+        finished. accepted: drafts of each row."""
         queries, columns = target.shape[1], self._columns[: target.shape[1]]
-        counts = accept(self._drafts[:, :queries].contiguous(), target)[1] + 1
-        counts = torch.minimum(counts, self._most - self.seq_lens)
+        counts = torch.minimum(accepted + 1, self._most - self.seq_lens)
         if self.choice.ends:
             ends = (target[..., None] == self._eos).any(-1)
             first = torch.where(ends, columns + 1, queries + 1).amin(1)
@@ -223,7 +260,7 @@ class Round:
     def _draft(self, last: Tensor) -> None:
         """Make the next input: the last token int64 `[B]` of each row, and its drafts."""
         self._drafts[:, 0].copy_(last)
-        drafts, max_ngram = self.form
+        drafts, max_ngram, _ = self.form
         if max_ngram:
             found = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
@@ -236,12 +273,17 @@ class Round:
 
     def _propose(self, draft: Draft) -> None:
         proposal = draft.propose(DraftState(self.tokens, self.seq_lens))
-        for name in ("parents", "probabilities"):
-            given = getattr(proposal, name)
-            want = "None: generate() verifies chains of tokens without probabilities"
-            need(given is None, f"proposal.{name}", type(given).__name__, want)
-        tokens = proposal.checked(self.choice.rows, self.choice.vocab).tokens[:, : self.form.drafts]
+        given = proposal.probabilities
+        want = "None: generate() verifies drafts without probabilities"
+        need(given is None, "proposal.probabilities", type(given).__name__, want)
+        proposal = proposal.checked(self.choice.rows, self.choice.vocab)
+        tokens = proposal.tokens[:, : self.form.drafts]
         self._drafts[:, 1:].fill_(-1)
         self._drafts[:, 1 : 1 + tokens.shape[1]].copy_(tokens)
         self.input.copy_(self._drafts.clamp(0, self.choice.vocab - 1))
         self._news[1].copy_((tokens >= 0).sum(1).amax())
+        self.tree = proposal.parents is not None
+        if self.paths is not None:
+            depths = self.paths.take(proposal.parents)
+            at = self._position[:, None] + depths
+            self.positions.copy_(torch.minimum(at, self._last[:, None]))

@@ -26,6 +26,9 @@ LOOKUP, ASSISTANT = "prompt_lookup_num_tokens", "assistant_model"
 Speculate = Literal["lookup"] | nn.Module | Draft | None
 """The option of `patch`."""
 
+MOST_DRAFTS = 63
+"""Tokens that an object may draft for a row."""
+
 _NGRAM = "max_matching_ngram_size"
 
 
@@ -83,6 +86,10 @@ def check(speculate: Any, owner: Any) -> None:
     known = isinstance(speculate, nn.Module) or speculate in (None, "lookup")
     want = "None, 'lookup', a transformers model that drafts, or an object with propose(state)"
     need(known or hasattr(speculate, "propose"), "speculate", repr(speculate), want)
+    most = _num_drafts(speculate)
+    want = f"1 to {MOST_DRAFTS} tokens that the object drafts for a row at most"
+    whole = isinstance(most, int) and 1 <= most <= MOST_DRAFTS
+    need(whole, "speculate.num_drafts", repr(most), want)
     assists = isinstance(speculate, nn.Module) and not hasattr(speculate, "propose")
     if assists and (why := _other_words(owner, speculate)):
         fail(PatchError, f"patch: got speculate={type(speculate).__name__}; {why}")
@@ -96,8 +103,13 @@ def plan_of(speculate: Any) -> Plan | None:
         return LOOKS_UP
     if hasattr(speculate, "propose"):
         draft: Any = speculate
-        return Plan(_PROPOSED, draft)
+        return Plan(Form(_num_drafts(draft), 0, trees=True), draft)
     return Plan(_PROPOSED, assistant=speculate)
+
+
+def _num_drafts(draft: Any) -> Any:
+    """The most tokens that an object drafts for a row: its `num_drafts`, where it has one."""
+    return getattr(draft, "num_drafts", _PROPOSED.drafts)
 
 
 def _other_words(owner: Any, assistant: Any) -> str:

@@ -1,0 +1,92 @@
+"""`Paths`: trees of drafts, and the moves that put the accepted tokens together in the pages."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from attnops.cache.paged import ordinary
+from attnops.cache.step import Tokens
+from attnops.graphs.cuda_graphs import Device
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.steps.choice_graphs import ChoiceGraphs
+from attnops.ops import tree_mask
+
+
+class Paths:
+    """Of B rows of N nodes at most.
+
+    parents: int32 `[B, N]`, of the next input, as in `accept`. Of a chain too, so that one graph
+    accepts both.
+    """
+
+    def __init__(self, rows: int, most: int, device: torch.device) -> None:
+        with ordinary():
+            self.parents = torch.zeros((rows, most), dtype=torch.int32, device=device)
+            self._path = torch.full_like(self.parents, -1)
+            self._stored = torch.zeros(rows, dtype=torch.int64, device=device)
+            self._most = torch.full((rows,), most, dtype=torch.int32, device=device)
+            self._columns = torch.arange(most, dtype=torch.int32, device=device)
+        self._pages: ModelPages | None = None
+        # A graph holds the addresses of the pages, which others may use when these are gone.
+        self._graphs: WeakKeyDictionary[ModelPages, ChoiceGraphs] = WeakKeyDictionary()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its buffers."""
+        return self.parents, self._path, self._stored
+
+    def take(self, parents: Tensor | None) -> Tensor:
+        """int64 `[B, N]`: the depth of each node of the next input. parents: int32 `[B, K]`, of a
+        proposal; None: it is a chain."""
+        if parents is None:
+            self.parents.copy_(self._columns - 1)
+            return self._columns.long()
+        rows, most = self.parents.shape
+        some = parents[:, : most - 1]
+        self.parents.fill_(-1)
+        # The root is the first node.
+        self.parents[:, 1 : 1 + some.shape[1]].copy_(some + 1)
+        seen = tree_mask(self.parents, self._most, num_keys=most)
+        return seen.view(rows, most, most).sum(2) - 1
+
+    def of(self, nodes: int) -> Tensor:
+        """int32 `[B, nodes]`, contiguous."""
+        return self.parents[:, :nodes].contiguous()
+
+    def note(self, path: Tensor, stored: Tensor) -> None:
+        """Keep what `move` needs. path: int32 `[B, nodes]`, of accepted nodes. stored: int64 `[B]`,
+        the tokens of each row in the pages before the step that verified them."""
+        self._path[:, : path.shape[1]].copy_(path)
+        self._stored.copy_(stored)
+
+    def use(self, pages: ModelPages, device: Device, sizes: tuple[int, ...]) -> None:
+        """Move within these pages from now on. sizes: the numbers of nodes of a step."""
+        self._pages = pages
+        if pages not in self._graphs:
+            made = ChoiceGraphs()
+            made.capture(device, sizes, self._clear, self._move)
+            self._graphs[pages] = made
+
+    def move(self, nodes: int) -> None:
+        """Put the accepted nodes of the last step behind the tokens before them, in all layers. The
+        host does not wait."""
+        assert self._pages is not None
+        self._graphs[self._pages].run(nodes, self._move)
+
+    def _clear(self) -> None:
+        self._path.fill_(-1)
+        self._stored.zero_()
+
+    def _move(self, nodes: int) -> None:
+        pages, rows = self._pages, len(self._stored)
+        assert pages is not None
+        columns = self._columns[:nodes]
+        at = self._stored[:, None] + columns
+        owner = torch.arange(rows, device=at.device)[:, None].expand_as(at)
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=at.device) * nodes
+        tokens = Tokens(at.reshape(-1), owner.reshape(-1), starts, nodes)
+        step = pages.describe(tokens, rows, (self._stored + nodes).to(torch.int32))
+        pages.compact(step, self._path[:, :nodes])
