@@ -56,8 +56,12 @@ class Assistant:
         return Proposal(torch.cat(found[:-1], 1))
 
     def _step(self, asks: StepInputs) -> Tensor:
-        logits: Tensor | None = self._paged.decoder().try_step(asks, self._cache)
-        return plain_verify(self.model, asks, self._cache) if logits is None else logits
+        decoder = self._paged.decoder()
+        out = decoder.try_step(asks, self._cache)
+        if out is None:
+            out = plain_verify(self.model, decoder.forward, asks, self._cache)
+        logits: Tensor = out.logits
+        return logits
 
     def end(self) -> None:
         """Give its pages back."""

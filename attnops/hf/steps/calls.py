@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,13 +13,18 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import count_function_modes
 from attnops.core.record import name, need
 from attnops.graphs import stale
+from attnops.hf import not_fast
 from attnops.hf.attention.descriptor import tracing
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.around import function_modes
-from attnops.hf.steps.compiled_layers import logits_of, place, starts, verifying
+from attnops.hf.steps.compiled_layers import place, run_model, starts, verifying
+from attnops.hf.steps.hidden import Outputs
 
 Kind = Literal["one row", "more rows", "prompt"]
+
+# Of a config: further results of every call.
+_FURTHER = ("output_hidden_states", "output_attentions")
 
 
 class Nodes(int):
@@ -152,6 +157,17 @@ def more(given: dict[str, Any]) -> list[str]:
     return [name for name, value in given.items() if name not in KNOWN and not is_nothing(value)]
 
 
+def why_result(given: dict[str, Any], config: Any) -> Iterator[str]:
+    """Each reason, in the result that a prompt of a model with this config asks for, to run the
+    model's own layers."""
+    if given.get("logits_to_keep") != 1:
+        yield "more than the last logits are asked for"
+    if given.get("return_dict") is False or given.get("use_cache") is False:
+        yield "it asks for another form of result"
+    if any(getattr(config, name, None) for name in _FURTHER):
+        yield "the model's config asks for more than logits"
+
+
 def state_of_step(input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> State:
     """The state of the cache that a step is asked for with. Raises InvalidInput where it cannot be
     one."""
@@ -183,6 +199,15 @@ def state_of_step(input_ids: Tensor, cache: PagedModelCache, position_ids: Tenso
     return state
 
 
+def warn_of(model: Any, names: Sequence[str]) -> None:
+    """Warn of arguments that keep steps out of graphs, unless the caller asks for what they
+    return."""
+    unasked = [name for name in names if not name.startswith("output_")]
+    if names and len(unasked) == len(names):
+        why = f"they get {', '.join(names)}, and graphs take tokens and positions alone"
+        not_fast.warn(model, not_fast.GRAPHS, why)
+
+
 def is_nothing(value: Any) -> bool:
     """Does an argument ask for nothing? Of a text alone, transformers 5.24 hands a model of images
     an empty dict of what they encode to."""
@@ -212,16 +237,18 @@ def plain_step(
     if position_ids is None:
         position_ids = positions(cache.state, input_ids.shape[0])
     with torch.no_grad():
-        return logits_of(forward, argument, input_ids, position_ids, cache)
+        return run_model(forward, argument, input_ids, position_ids, cache).logits
 
 
-def plain_verify(owner: Any, inputs: StepInputs, cache: PagedModelCache) -> Tensor:
-    """Logits `[B, N, V]` of a step that verifies, by the own forward of a patched model."""
+def plain_verify(
+    owner: Any, forward: Callable[..., Any], inputs: StepInputs, cache: PagedModelCache
+) -> Outputs:
+    """A step of the model `owner` that verifies, by its own forward."""
     assert inputs.lengths is not None
-    step = verifying(step_of(vars(owner)["forward"].original, cache_names.argument_of(owner)))
+    step = verifying(step_of(forward, cache_names.argument_of(owner)))
     try:
-        logits: Tensor = step(**inputs.arguments(torch.ones_like(inputs.lengths)), cache=cache)
-        return logits
+        out: Outputs = step(**inputs.arguments(torch.ones_like(inputs.lengths)), cache=cache)
+        return out
     finally:
         cache.state.end_step()
 
@@ -244,8 +271,8 @@ def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
             place(state.pages, lengths, live)
         state.start, state.real = starts(state.pages, live, input_ids.shape[1])
         state.parents = parents
-        logits = logits_of(forward, argument, input_ids, position_ids, cache)
+        out = run_model(forward, argument, input_ids, position_ids, cache)
         state.start = state.real = state.parents = None
-        return logits
+        return out
 
     return step

@@ -19,6 +19,7 @@ from attnops.core.errors import NotCapturable, one_line
 from attnops.graphs import Graphed
 from attnops.graphs.buckets import Bucket, Kind as BucketKind
 from attnops.graphs.capturing import chain_of
+from attnops.hf import not_fast
 from attnops.hf.cache.idle_pages import gpu_bytes
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.paged_cache import PagedModelCache
@@ -200,6 +201,11 @@ class Kept(NamedTuple):
         if (pages, mode) in self.over:
             self.over.pop((pages, mode)).graphed.free()
 
+    def free_prompts(self, pages: ModelPages, recorded: bool) -> None:
+        """Free the graphs of prompts over these pages, by recorded or compiled layers."""
+        for fresh in (True, False):
+            self.free(pages, of_prompts(recorded, fresh))
+
     def await_steps(self, pages: ModelPages, rows: int, columns: int) -> bool:
         """Will a `generate()` make steps after a prompt of this shape that have no graph over these
         pages yet?"""
@@ -347,6 +353,10 @@ class Failed(NamedTuple):
     state: int | None
     kind: str
     mode: str
+
+    @property
+    def loss(self) -> not_fast.Loss:
+        return not_fast.COMPILED if self.mode == "piecewise" else not_fast.GRAPHS
 
     def __str__(self) -> str:
         return f"decode steps of {self.kind} have no {self.mode} graphs until release()"

@@ -25,6 +25,7 @@ from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import Behind, PagedModelCache, Step, View
 from attnops.hf.models.methods import is_replaced
 from attnops.hf.models.states import States
+from attnops.hf.steps.hidden import Outputs, outputs_of
 from attnops.lowering.compile_layers import repeated_blocks
 from attnops.nn.steady import is_linear
 
@@ -55,7 +56,7 @@ def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> 
             here = Here(regions, cache, live.shape[0], threading.get_ident())
             here.begin(live, lengths, input_ids.shape[1], parents)
             with here.calls(layers, beside):
-                return logits_of(forward, argument_of(model), input_ids, position_ids, cache)
+                return run_model(forward, argument_of(model), input_ids, position_ids, cache)
         finally:
             cache.state.end_step()
 
@@ -82,17 +83,16 @@ def verifying(step: Callable[..., Any]) -> Callable[..., Any]:
     return verify
 
 
-def logits_of(
+def run_model(
     forward: Callable[..., Any],
     argument: str,
     input_ids: Tensor,
     position_ids: Tensor,
     cache: PagedModelCache,
-) -> Tensor:
-    """Of a step by a model's forward. argument: the name of the model's cache."""
+) -> Outputs:
+    """A step by a model's forward. argument: the name of the model's cache."""
     given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
-    logits: Tensor = forward(**given, use_cache=True, return_dict=True).logits
-    return logits
+    return outputs_of(forward(**given, use_cache=True, return_dict=True))
 
 
 def starts(pages: ModelPages, live: Tensor, queries: int = 1) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,13 @@ class Paths:
     """Of B rows of N nodes at most.
 
     parents: int32 `[B, N]`, of the next input, as in `accept`. Of a chain too, so that one graph
-    accepts both.
+    accepts both. depths: int64 `[B, N]`, 0 for the root.
     """
 
     def __init__(self, rows: int, most: int, device: torch.device) -> None:
         with ordinary():
             self.parents = torch.zeros((rows, most), dtype=torch.int32, device=device)
+            self.depths = torch.zeros_like(self.parents, dtype=torch.int64)
             self._path = torch.full_like(self.parents, -1)
             self._stored = torch.zeros(rows, dtype=torch.int64, device=device)
             self._most = torch.full((rows,), most, dtype=torch.int32, device=device)
@@ -36,21 +37,21 @@ class Paths:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Its buffers."""
-        return self.parents, self._path, self._stored
+        return self.parents, self.depths, self._path, self._stored
 
-    def take(self, parents: Tensor | None) -> Tensor:
-        """int64 `[B, N]`: the depth of each node of the next input. parents: int32 `[B, K]`, of a
-        proposal; None: it is a chain."""
+    def take(self, parents: Tensor | None) -> None:
+        """Take the next input. parents: int32 `[B, K]`, of a proposal; None: it is a chain."""
         if parents is None:
             self.parents.copy_(self._columns - 1)
-            return self._columns.long()
+            self.depths.copy_(self._columns)
+            return
         rows, most = self.parents.shape
         some = parents[:, : most - 1]
         self.parents.fill_(-1)
         # The root is the first node.
         self.parents[:, 1 : 1 + some.shape[1]].copy_(some + 1)
         seen = tree_mask(self.parents, self._most, num_keys=most)
-        return seen.view(rows, most, most).sum(2) - 1
+        torch.sum(seen.view(rows, most, most), 2, out=self.depths).sub_(1)
 
     def of(self, nodes: int) -> Tensor:
         """int32 `[B, nodes]`, contiguous."""

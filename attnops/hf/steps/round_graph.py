@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnops.cache.paged import ordinary
 from attnops.core.record import need
@@ -17,9 +17,11 @@ from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.heads import HeadDrafts
+from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.paths import Paths
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
-from attnops.nn import Draft, DraftState
+from attnops.nn import Draft, DraftState, Eagle3Head
 from attnops.ops import accept, lookup_drafts
 
 
@@ -27,11 +29,12 @@ class Form(NamedTuple):
     """What graphs of rounds are made for.
 
     drafts: tokens that are drafted at most. max_ngram: of the longest text that is looked up in the
-    row's own; 0: others draft. trees: may they draft trees?
+    row's own; 0: others draft. head: a draft head that does. trees: may they draft trees?
     """
 
     drafts: int = 7
     max_ngram: int = 3
+    head: Eagle3Head | None = None
     trees: bool = False
 
     @property
@@ -67,7 +70,10 @@ class Round:
     tree: is the next input a tree?
     """
 
-    def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]]) -> None:
+    def __init__(
+        self, choice: Choice, processors: Sequence[Callable[..., Any]], embed: nn.Module
+    ) -> None:
+        """embed: the embeddings of the model."""
         self.choice, self.form = choice, choice.drafts or Form()
         rows, most, device = choice.rows, self.form.depths[-1], choice.device
         self._far = device.type == "cuda"
@@ -89,6 +95,9 @@ class Round:
             self._lengths = ints(rows * most, 1)
             self._processors = ours_of(processors, device, self._lengths)
             self._news = ints(rows + rows * most + 2)
+            self._head: HeadDrafts | None = None
+            if (head := self.form.head) is not None:
+                self._head = HeadDrafts(head, embed, rows, choice.room + most, most)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
         self.paths = Paths(rows, most, device) if self.form.trees else None
         self._stream = LastStream(device, self._tensors())
@@ -110,7 +119,8 @@ class Round:
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graphs."""
-        return self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
+        head = 0 if self._head is None else self._head.nbytes
+        return head + self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
 
     def capture(self, device: Device) -> None:
         """Capture the graphs, before `begin`."""
@@ -122,14 +132,17 @@ class Round:
         for each in self._tensors():
             each.fill_(int(each is self._noise))
 
-    def begin(self, asked: Asked, pages: ModelPages) -> None:
-        """Take a prompt, whose tokens the pages keep."""
-        self._stream.use()
+    def over(self, pages: ModelPages) -> None:
+        """Take the pages of the next prompt."""
         if self.paths is not None:
             assert self._device is not None
             self.paths.use(pages, self._device, self.form.depths[:0:-1])
+
+    def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: Sequence[Read]) -> None:
+        """Take a prompt. padding, stored: int64 `[B]`, of each row in the pages. read: the hidden
+        states of the prompt, for a head."""
+        self._stream.use()
         self.tree = False
-        stored = pages.seen - pages.pad[: self.choice.rows]
         ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]
         self.tokens[:, :length].copy_(ids)
@@ -145,6 +158,8 @@ class Round:
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
+        if self._head is not None:
+            self._head.begin(read, ids, padding - (asked.columns - length), stored)
 
     def step(self, queries: int) -> StepInputs:
         """What a step over the first so many tokens of the next input is called with."""
@@ -156,10 +171,13 @@ class Round:
             self.input[:, :queries], self.positions[:, :queries], self.stored, parents
         )
 
-    def choose(self, logits: Tensor) -> None:
-        """Append to each row what the model chose, and look drafts up. logits: `[B, N, V]`, after
-        the tokens of the last `input`, or the last of a prompt. `send` follows."""
+    def choose(self, out: Outputs) -> None:
+        """Append to each row what the model chose, and draft. out: of a step with the tokens of the
+        last `input`, or after the last of a prompt. `send` follows."""
+        logits = out.logits
         rows, queries = self.choice.rows, logits.shape[1]
+        if self._head is not None and out.hidden is not None:
+            self._head.take(out.hidden)
         self._queries = queries
         self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
         if self._noise is not None:
@@ -207,7 +225,7 @@ class Round:
         last = torch.where(counts > 0, last, self.input[:, 0])
         for each in (self.seq_lens, self.stored, self._position):
             each.add_(counts)
-        self._draft(last)
+        self._draft(last, target, counts)
         offered = (self._drafts[:, 1:] >= 0).sum(1).amax()
         torch.cat(
             (self._unfinished.amax()[None], offered[None], counts, target.reshape(-1)),
@@ -219,7 +237,8 @@ class Round:
         rows = self.choice.rows
         scores = self._scores[: rows * queries]
         lengths = self._lengths[: rows * queries]
-        at = self.seq_lens[:, None] + self._columns[:queries]
+        depths = self._columns if self.paths is None else self.paths.depths
+        at = self.seq_lens[:, None] + depths[..., :queries]
         lengths.copy_(at.reshape(-1, 1))
         seen = self.input[:, :queries].reshape(-1, 1)
         for processor in self._processors:
@@ -257,10 +276,13 @@ class Round:
         self._unfinished.mul_(~ended)
         return counts
 
-    def _draft(self, last: Tensor) -> None:
-        """Make the next input: the last token int64 `[B]` of each row, and its drafts."""
+    def _draft(self, last: Tensor, target: Tensor, counts: Tensor) -> None:
+        """Make the next input: the last token int64 `[B]` of each row, and its drafts. counts: so
+        many of `target` `[B, N]` each row has got."""
         self._drafts[:, 0].copy_(last)
-        drafts, max_ngram, _ = self.form
+        drafts, max_ngram = self.form[:2]
+        if self._head is not None:
+            self._drafts[:, 1:].copy_(self._head.propose(target, counts, self.stored, drafts))
         if max_ngram:
             found = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
@@ -284,6 +306,6 @@ class Round:
         self._news[1].copy_((tokens >= 0).sum(1).amax())
         self.tree = proposal.parents is not None
         if self.paths is not None:
-            depths = self.paths.take(proposal.parents)
-            at = self._position[:, None] + depths
+            self.paths.take(proposal.parents)
+            at = self._position[:, None] + self.paths.depths
             self.positions.copy_(torch.minimum(at, self._last[:, None]))

@@ -7,7 +7,7 @@ what the last choice was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -27,6 +27,7 @@ from attnops.hf.models.rotations import follow_length
 from attnops.hf.steps.calls import plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.round_graph import News, Round
 from attnops.hf.steps.speculate import Plan
 from attnops.nn import Draft
@@ -42,9 +43,14 @@ _COST = 0.02
 """What one more token of a row adds to the time of a step, as a part of it."""
 
 
-def why_no_rounds(asked: Asked, decoder: Decoder, plan: Plan, kept: bool) -> Iterator[str]:
-    """Each reason why a plain call of `generate()` drafts nothing. kept: does the caller have the
-    cache after the call?"""
+def why_no_rounds(
+    asked: Asked, decoder: Decoder, plan: Plan, kept: bool, read: Sequence[Read]
+) -> Iterator[str]:
+    """Each reason why a plain call of `generate()` drafts nothing.
+
+    kept: does the caller have the cache after the call? read: the hidden states of the prompt, for
+    a head.
+    """
     yield from _why_steps(asked, decoder)
     yield from _why_rows(asked, kept)
     cache, before = cache_in(asked.given), asked.columns - asked.input_ids.shape[1]
@@ -52,6 +58,8 @@ def why_no_rounds(asked: Asked, decoder: Decoder, plan: Plan, kept: bool) -> Ite
         yield "the cache has no room for drafts behind the text"
     if any(cache.state.pages.windows) and plan.form.depths[-1] > cache.state.pages.sizes.drafts:
         yield "the sliding windows of the cache have no room for so many drafts"
+    if plan.form.head is not None and not read:
+        yield "the head has not read the states of the prompt"
     if before and plan.assistant is not None:
         yield "the assistant reads the text, which leaves tokens of the cache out"
     running = running_generation()
@@ -133,10 +141,13 @@ class Depth:
 
 
 class Rounds:
-    """The rounds of one call after its prompt."""
+    """The rounds of one call after its prompt.
 
-    def __init__(self, asked: Asked, decoder: Decoder, made: Round) -> None:
-        self._asked, self._decoder, self._round = asked, decoder, made
+    read: the hidden states of the prompt, for a head.
+    """
+
+    def __init__(self, asked: Asked, decoder: Decoder, made: Round, read: Sequence[Read]) -> None:
+        self._asked, self._decoder, self._round, self._read = asked, decoder, made, read
         self._cache = cache_in(asked.given)
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
@@ -160,9 +171,10 @@ class Rounds:
         asked, pages = self._asked, self._cache.state.pages
         padding = pages.pad[: self._rows].clone()
         with self._decoder.turn:
-            self._round.begin(asked, pages)
+            self._round.over(pages)
+        self._round.begin(asked, padding, pages.seen - padding, self._read)
         try:
-            self._decode(logits, draft)
+            self._decode(Outputs(logits), draft)
         finally:
             if self._rows == 1:  # a cache that may be kept counts the padding that it had
                 with ordinary():
@@ -176,19 +188,19 @@ class Rounds:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **named(self._cache))
 
-    def _decode(self, logits: Tensor, draft: Draft | None) -> None:
+    def _decode(self, out: Outputs, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
         depth, offered = Depth(made.form.depths, self._rows), made.form.drafts
         counts = False  # the first tokens are the prompt's
         while True:
-            queries, tree = logits.shape[1], made.tree
+            queries, tree = out.logits.shape[1], made.tree
             with decoder.turn:
-                made.choose(logits)
+                made.choose(out)
             # Not in the turn, for an assistant has one too, which another thread may have.
             made.send(draft)
             # By now each unfinished row has one token more than the host knows of.
             if min(self._lengths) + 1 < most:
-                logits = self._step(depth.next(offered, made.tree))
+                out = self._step(depth.next(offered, made.tree))
             news = self._told()
             if counts:
                 self.rounds += sum(n > 0 for n in news.counts)
@@ -199,23 +211,22 @@ class Rounds:
             offered = news.offered
             counts = True
 
-    def _step(self, queries: int) -> Tensor:
-        """Logits `[B, N, V]` after the last tokens and the drafts. N is 1 where graphs cannot run
-        it."""
+    def _step(self, queries: int) -> Outputs:
+        """After the last tokens and the drafts. N is 1 where graphs cannot run it."""
         made, decoder, running = self._round, self._decoder, running_generation()
         for count in dict.fromkeys((queries, 1)):
             asks = made.step(count)
-            logits = decoder.try_step(asks, self._cache)
-            if logits is not None:
+            out = decoder.try_step(asks, self._cache)
+            if out is not None:
                 if running is not None:
                     running.graphs = decoder.last_mode
-                return logits
+                return out
             self._lost = self._lost or decoder.why
         if running is not None:
             running.stepped = True
         decoder.plain_steps += 1
         decoder.look = True
-        return plain_verify(self._asked.owner, asks, self._cache)
+        return plain_verify(self._asked.owner, decoder.forward, asks, self._cache)
 
     def _told(self) -> News:
         """The news of the last choice, which the streamer has heard."""

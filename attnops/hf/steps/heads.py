@@ -1,0 +1,165 @@
+"""`HeadDrafts`: what a draft head does in the rounds of `generate()`, over pages of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnops.cache.batch import PagedBatch
+from attnops.cache.paged import ordinary
+from attnops.core.problem import Problem
+from attnops.hf.cache.described import described
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.page_sizes import Sizes
+from attnops.hf.steps.chunks import packed
+from attnops.hf.steps.hidden import Read
+from attnops.nn import Eagle3Head
+from attnops.ops import token_rows
+from attnops.ops.pages.plan import paged_layers
+
+
+def states_of(head: Eagle3Head, layers: int) -> tuple[int, ...]:
+    """The numbers of the `hidden_states` of a target of so many layers that a head reads."""
+    return head.states or (2, layers // 2, layers - 3)
+
+
+def modules_of(owner: Any, head: Eagle3Head) -> tuple[nn.Module, ...]:
+    """The modules of a model that return the states which a head reads, in order."""
+    layers = owner.get_decoder().layers
+    numbers = states_of(head, len(layers))
+    return tuple(layers[n - 1] if n else owner.get_input_embeddings() for n in numbers)
+
+
+def addresses(head: Eagle3Head | None, owner: Any) -> tuple[int, ...]:
+    """Where the weights are that the graphs of a head read; () without one."""
+    if head is None:
+        return ()
+    return tuple(t.data_ptr() for t in (*head.parameters(), owner.get_input_embeddings().weight))
+
+
+def against(head: Eagle3Head, owner: Any) -> str:
+    """Why a head cannot draft for a model; "" where it can."""
+    embed, layers = (
+        owner.get_input_embeddings().weight,
+        owner.config.get_text_config().num_hidden_layers,
+    )
+    weight, width = head.fc.weight, embed.shape[1]
+    model = type(owner).__name__
+    if head.vocab_size != embed.shape[0]:
+        return f"it has {head.vocab_size} words and {model} has {embed.shape[0]}; want as many"
+    if head.target_hidden_size != width:
+        got = f"it reads states of {head.target_hidden_size} numbers"
+        return f"{got}, and those of {model} have {width}"
+    if head.embed_tokens is None and head.hidden_size != width:
+        want = f"{head.hidden_size} numbers"
+        return f"it has no embeddings, and wants {want} of a token where {model} has {width}"
+    if (weight.device, weight.dtype) != (embed.device, embed.dtype):
+        return (
+            f"it is {weight.dtype} on {weight.device}, and {model} {embed.dtype} on {embed.device}"
+        )
+    if not all(0 <= number < layers for number in states_of(head, layers)):
+        return f"it reads the states {states_of(head, layers)}, and {model} has {layers} layers"
+    return ""
+
+
+def layer_of(head: Eagle3Head) -> Problem:
+    """The attention of a head."""
+    core, weight = head.midlayer.self_attn.attention, head.fc.weight
+    return paged_layers(core.num_heads, core.num_kv_heads, core.head_dim, 0, weight.dtype)
+
+
+class HeadDrafts:
+    """Chains of greedy tokens of a head.
+
+    The head reads a token and the target's states of the token before it, and its pages keep such
+    pairs: the pair at position p has the token at p + 1 of the text, counted from `base`.
+
+    Args:
+        head: of the target.
+        embed: the target's embeddings.
+        rows, room: of its pages; positions of a row.
+        queries: tokens of a row that a round verifies at most.
+
+    Attributes:
+        hidden: `[B * queries, W]`, the target's states of the B * N tokens that it verified last.
+        base: int64 `[B]`, the target's tokens before those that the head has read, which are those
+            of one call.
+    """
+
+    def __init__(
+        self, head: Eagle3Head, embed: nn.Module, rows: int, room: int, queries: int
+    ) -> None:
+        self.head, self._embed, self._layer = head, embed, layer_of(head)
+        device = head.fc.weight.device
+        sizes = Sizes(rows, room, (self._layer,), device, None, fixed=True)
+        self.pages = ModelPages(sizes)
+        with ordinary():
+            self.base = torch.zeros(rows, dtype=torch.int64, device=device)
+            self.hidden = head.fc.weight.new_zeros(rows * queries, head.fc.in_features)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages and buffers."""
+        return self.pages.nbytes + self.hidden.nbytes
+
+    def take(self, hidden: Tensor) -> None:
+        """Take the states `[B, N, W]` of a step that has verified."""
+        self.hidden[: hidden.shape[0] * hidden.shape[1]].copy_(hidden.flatten(0, 1))
+
+    def begin(self, read: Sequence[Read], ids: Tensor, shift: Tensor, stored: Tensor) -> None:
+        """Read a prompt, and take the states of its last tokens.
+
+        read: all of it. ids: int64 `[B, L]`, the text. shift: int64 `[B]`, the column in `ids` of
+        each row's first token in the target's pages. stored: int64 `[B]`, tokens of each row there.
+        """
+        self.pages.use()
+        self.base.copy_(read[0].before.clamp(min=0))
+        states = read[0].hidden.new_zeros(len(stored), read[0].hidden.shape[1])
+        for counts, before, hidden in read:
+            total = hidden.shape[0]
+            ends = hidden[(counts.cumsum(0) - 1).clamp(min=0)]
+            states = torch.where((before + counts == stored)[:, None], ends, states)
+            batch = packed(self.pages, counts, before - self.base, total)
+            assert batch.positions is not None
+            rows = token_rows(batch.cu_seqlens_q, total).clamp(max=ids.shape[0] - 1)
+            # The first round brings the token behind the text.
+            at = batch.positions + 1 + (self.base + shift)[rows]
+            tokens = ids[rows, at.clamp(0, ids.shape[1] - 1)]
+            self._step(tokens, hidden, batch, tokens.new_zeros(1))
+        self.take(states[:, None])
+
+    def propose(self, target: Tensor, counts: Tensor, stored: Tensor, drafts: int) -> Tensor:
+        """int64 `[B, drafts]`: what may follow the last token of each row.
+
+        target: int64 `[B, N]`, the tokens after those that the target has verified. counts, stored:
+        int64 `[B]`: so many of `target` are the row's, and so many tokens its pages keep with them.
+        """
+        rows, queries = target.shape
+        length = stored - self.base
+        batch = self._batch(length - counts, queries)
+        first = torch.arange(rows, device=target.device) * queries
+        last = first + (counts - 1).clamp(min=0)
+        token, state = self._step(target.flatten(), self.hidden[: rows * queries], batch, last)
+        found = [token]
+        for batch in self.pages.steps(length, drafts - 1) if drafts > 1 else ():
+            token, state = self._step(token, state, batch)
+            found.append(token)
+        return torch.stack(found, 1)
+
+    def _batch(self, before: Tensor, queries: int) -> PagedBatch:
+        return described(self.pages, before, None, queries, self._layer.q_heads)
+
+    def _step(
+        self, tokens: Tensor, hidden: Tensor, batch: PagedBatch, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(the likeliest words of the target, int64 `[R]`; the head's states `[R, E]`) behind the
+        tokens int64 `[T]`, at `rows` int64 `[R]`; None: at all."""
+        given = tokens if self.head.embed_tokens is not None else self._embed(tokens)
+        keys, values = self.pages.layers[0]
+        logits, state = self.head(
+            given, hidden, rows=rows, batch=batch, k_pages=keys, v_pages=values
+        )
+        return self.head.to_target(logits.argmax(-1)), state
