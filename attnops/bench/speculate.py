@@ -136,7 +136,8 @@ class KnownHead(Eagle3Head):
         """As of any head. A wrong word is the last token again."""
         logits, hidden = super().forward(tokens, hidden, rows=rows, **where)
         last = tokens if rows is None else tokens[rows]
-        odds = self._odds[self._count % NUMBERS][: len(last)]
+        drawn = self._odds.index_select(0, (self._count % NUMBERS)[None])
+        odds = drawn[0, : len(last)]
         self._count.add_(1)
         found = torch.where(odds < self.right, self._known[last], last)
         return logits.scatter_(-1, self._words[found][:, None], torch.inf), hidden
