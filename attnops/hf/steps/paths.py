@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from attnops.cache.paged import ordinary
-from attnops.cache.step import Tokens
 from attnops.graphs.cuda_graphs import Device
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
-from attnops.ops import tree_mask
+from attnops.ops import slot_mapping, tree_mask
 
 
 class Paths:
@@ -30,8 +29,9 @@ class Paths:
             self._stored = torch.zeros(rows, dtype=torch.int64, device=device)
             self._most = torch.full((rows,), most, dtype=torch.int32, device=device)
             self._columns = torch.arange(most, dtype=torch.int32, device=device)
-        self._pages: ModelPages | None = None
-        # A graph holds the addresses of the pages, which others may use when these are gone.
+            self._rows = torch.arange(rows, device=device).repeat(2)
+        self._pages: ref[ModelPages] | None = None
+        # A graph holds addresses of the pages, and no graph may hold pages.
         self._graphs: WeakKeyDictionary[ModelPages, ChoiceGraphs] = WeakKeyDictionary()
 
     @property
@@ -63,31 +63,42 @@ class Paths:
         self._path[:, : path.shape[1]].copy_(path)
         self._stored.copy_(stored)
 
-    def use(self, pages: ModelPages, device: Device, sizes: tuple[int, ...]) -> None:
-        """Move within these pages from now on. sizes: the numbers of nodes of a step."""
-        self._pages = pages
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its graphs."""
+        return sum(made.nbytes for made in self._graphs.values())
+
+    def use(self, pages: ModelPages, device: Device) -> None:
+        """Move within these pages from now on."""
+        self._pages = ref(pages)
         if pages not in self._graphs:
             made = ChoiceGraphs()
-            made.capture(device, sizes, self._clear, self._move)
+            made.capture(device, self.parents.shape[1:], self._clear, self._move)
             self._graphs[pages] = made
 
     def move(self, nodes: int) -> None:
         """Put the accepted nodes of the last step behind the tokens before them, in all layers. The
         host does not wait."""
-        assert self._pages is not None
-        self._graphs[self._pages].run(nodes, self._move)
+        self._graphs[self._held()].run(nodes, self._move)
+
+    def _held(self) -> ModelPages:
+        pages = None if self._pages is None else self._pages()
+        assert pages is not None, "pages live as long as the call that uses them"
+        return pages
 
     def _clear(self) -> None:
         self._path.fill_(-1)
         self._stored.zero_()
 
     def _move(self, nodes: int) -> None:
-        pages, rows = self._pages, len(self._stored)
-        assert pages is not None
-        columns = self._columns[:nodes]
-        at = self._stored[:, None] + columns
-        owner = torch.arange(rows, device=at.device)[:, None].expand_as(at)
-        starts = torch.arange(rows + 1, dtype=torch.int32, device=at.device) * nodes
-        tokens = Tokens(at.reshape(-1), owner.reshape(-1), starts, nodes)
-        step = pages.describe(tokens, rows, (self._stored + nodes).to(torch.int32))
-        pages.compact(step, self._path[:, :nodes])
+        pages = self._held()
+        path, columns = self._path[:, :nodes], self._columns[:nodes]
+        moved, first = (path > columns).flatten(), self._stored[:, None]
+        # What does not move is copied from nowhere, and has a place of the row all the same.
+        places = torch.cat((first + torch.maximum(path, columns), first + columns))
+        owner = self._rows[:, None].expand_as(places).flatten()
+        for number, table in enumerate(pages.tables):
+            at = places % (table.shape[1] * pages.page_size)  # pages of a window serve in turn
+            slots = slot_mapping(at.flatten(), owner, table, page_size=pages.page_size)
+            source, target = slots.chunk(2)
+            pages.copy_slots(number, torch.where(moved, source, -1), target, group=nodes)

@@ -120,7 +120,8 @@ class Round:
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graphs."""
         head = 0 if self._head is None else self._head.nbytes
-        return head + self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
+        paths = 0 if self.paths is None else self.paths.nbytes
+        return head + paths + self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
 
     def capture(self, device: Device) -> None:
         """Capture the graphs, before `begin`."""
@@ -136,7 +137,7 @@ class Round:
         """Take the pages of the next prompt."""
         if self.paths is not None:
             assert self._device is not None
-            self.paths.use(pages, self._device, self.form.depths[:0:-1])
+            self.paths.use(pages, self._device)
 
     def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: Sequence[Read]) -> None:
         """Take a prompt. padding, stored: int64 `[B]`, of each row in the pages. read: the hidden
