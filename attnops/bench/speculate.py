@@ -11,7 +11,9 @@ right after a prompt that is as long. `attnops_lookup_7` is `speculate="lookup"`
 `attnops_right_0`, `_80`, `_100`: an object drafts seven tokens. Each is right with this
 probability, in percent. `attnops_eagle3_0`, `_80`, `_100`: an EAGLE-3 head of the model's shape
 drafts five, with all of its launches and bytes. The logit of a word that is so often right is
-raised. `hf`, `hf_lookup`: transformers, which looks up for one row alone; they run only if `--ways`
+raised. `attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many nodes, the root
+included. One branch is right, seven tokens deep, and its tokens come after their wrong siblings.
+`hf`, `hf_lookup`: transformers, which looks up for one row alone; they run only if `--ways`
 names them.
 
 Times are those of a token, from calls in turns, each less the time of a call for one token.
@@ -44,6 +46,8 @@ RIGHT, HEADS = (
     for kind in ("right", "eagle3")
 )
 """Ways whose drafts, or whose head's, are right with this probability."""
+TREES = {f"attnops_tree_{nodes}": nodes for nodes in (8, 16, 32, 64)}
+"""Ways that draft trees of so many nodes."""
 HEAD = "attnops_eagle"
 """The kind of the second."""
 WORDS = 32_000
@@ -97,6 +101,26 @@ class Guesses:
         known = self._known[last[:, 0]]
         odds = torch.rand(known.shape, generator=self._numbers, device=known.device)
         return Proposal(torch.where(odds < self.right, known, last))
+
+
+class KnownTree(Guesses):
+    """A tree of so many nodes, with one right branch."""
+
+    def __init__(self, known: Tensor, nodes: int) -> None:
+        super().__init__(known)
+        self.num_drafts = nodes - 1
+        at = torch.arange(self.num_drafts, device=known.device)
+        self._depths = at * DRAFTS // self.num_drafts
+        first = torch.searchsorted(self._depths, self._depths)
+        self._is_right = at == torch.searchsorted(self._depths, self._depths, right=True) - 1
+        self._parents = (first - 1).to(torch.int32)
+
+    def propose(self, state: DraftState) -> Proposal:
+        """As of a chain."""
+        last = state.tokens.gather(1, state.position[:, None].long())
+        right = self._known[last[:, 0]][:, self._depths]
+        parents = self._parents.expand(len(last), -1)
+        return Proposal(torch.where(self._is_right, right, last), parents)
 
 
 class KnownHead(Eagle3Head):
@@ -193,8 +217,9 @@ class Calls:
         several: a model keeps few large graphs of rounds."""
         kind = kind_of(name)
         if kind not in self._made:
-            if name in RIGHT:
-                how = replace(how, patch={**(how.patch or {}), "speculate": self._draft})
+            if name in RIGHT or name in TREES:
+                draft = KnownTree(self._known, TREES[name]) if name in TREES else self._draft
+                how = replace(how, patch={**(how.patch or {}), "speculate": draft})
             model = self._model
             if kind == HEAD:
                 model = models.twin(model)
@@ -227,8 +252,9 @@ class Calls:
 
 
 def kind_of(name: str) -> str:
-    """Of a way, without the number at the end of its name."""
-    return name.rstrip("_0123456789")
+    """Of a way, without the number at the end of its name. Trees of other sizes have graphs of
+    their own."""
+    return name if name in TREES else name.rstrip("_0123456789")
 
 
 @torch.no_grad()

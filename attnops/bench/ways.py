@@ -120,6 +120,7 @@ WAYS: dict[str, dict[str, How]] = {
             for kind in ("right", "eagle3")
             for often in (0, 80, 100)
         },
+        **{f"attnops_tree_{nodes}": How({}, device="cuda") for nodes in (8, 16, 32, 64)},
         "hf": How(asked=True),
         "hf_lookup": How(given={**NGRAM, LOOKUP: 7}, asked=True),
     },

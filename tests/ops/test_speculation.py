@@ -339,6 +339,7 @@ def test_a_node_sees_the_text_its_ancestors_and_itself(seed):
         torch.tensor(parents, dtype=I32).view(rows, nodes),
         torch.tensor(lengths, dtype=I32),
         num_keys=keys,
+        window=(window := draw.choice((0, 0, 1, 3))),
     )
     want = []
     for before, length in zip(parents, lengths, strict=True):
@@ -347,5 +348,7 @@ def test_a_node_sees_the_text_its_ancestors_and_itself(seed):
             while 0 <= before[line[-1]] < line[-1]:
                 line.append(before[line[-1]])
             first = length - nodes
-            want.append([key < first or key - first in line for key in range(keys)])
+            seen = [*range(first), *(first + each for each in line[::-1])]
+            seen = seen[-window:] if window else seen
+            want.append([key in seen for key in range(keys)])
     assert mask.tolist() == want

@@ -27,6 +27,10 @@ Kind = Literal["one row", "more rows", "prompt"]
 _FURTHER = ("output_hidden_states", "output_attentions")
 
 
+class Nodes(int):
+    """The tokens of a row in a step that verifies them as the nodes of a tree."""
+
+
 class StepInputs(NamedTuple):
     """What a step is called with.
 
@@ -34,11 +38,14 @@ class StepInputs(NamedTuple):
     lengths: of a step that verifies drafts, int64 `[B]`: the tokens that each row has in its pages.
     Rows keep different numbers of drafts. None: one token a row, behind those that the cache
     counts.
+    parents: int32 `[B, N]`, as in `tree_mask`: each token sees the row's tokens in its pages, its
+    ancestors and itself. None: tokens see those before them.
     """
 
     input_ids: Tensor
     position_ids: Tensor | None
     lengths: Tensor | None = None
+    parents: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -46,19 +53,24 @@ class StepInputs(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Tokens of a row in a step that verifies; 0 for one that does not."""
-        return 0 if self.lengths is None else self.input_ids.shape[1]
+        """Tokens of a row in a step that verifies, `Nodes` of a tree; 0 for one that does not."""
+        if self.lengths is None:
+            return 0
+        count = self.input_ids.shape[1]
+        return count if self.parents is None else Nodes(count)
 
     def arguments(self, live: Tensor) -> dict[str, Tensor]:
         """Those of `step_of`, or of `verifying`. live: `[B]`."""
         assert self.position_ids is not None
         if self.lengths is None:
             return {"input_ids": self.input_ids, "position_ids": self.position_ids, "live": live}
+        tree = {} if self.parents is None else {"parents": self.parents.reshape(-1)}
         return {
             "tokens": self.input_ids.reshape(-1),
             "positions": self.position_ids.reshape(-1),
             "lengths": self.lengths,
             "live": live,
+            **tree,
         }
 
 
@@ -250,15 +262,17 @@ def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
         live: Tensor,
         cache: PagedModelCache,
         lengths: Tensor | None = None,
+        parents: Tensor | None = None,
     ) -> Any:
-        """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket. lengths:
-        see `StepInputs`."""
+        """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket. lengths,
+        parents: see `StepInputs`."""
         state = cache.state
         if lengths is not None:
             place(state.pages, lengths, live)
         state.start, state.real = starts(state.pages, live, input_ids.shape[1])
+        state.parents = parents
         out = run_model(forward, argument, input_ids, position_ids, cache)
-        state.start = state.real = None
+        state.start = state.real = state.parents = None
         return out
 
     return step

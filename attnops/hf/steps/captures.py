@@ -24,7 +24,7 @@ from attnops.hf.cache.idle_pages import gpu_bytes
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.generation import running_generation
-from attnops.hf.steps.calls import Kind, StepInputs
+from attnops.hf.steps.calls import Kind, Nodes, StepInputs
 from attnops.kernels.shared.launch.beside import BESIDE
 
 MOST = 64
@@ -106,7 +106,9 @@ class Over:
         """Arguments of a decode step, as far as a capture reads them."""
         live = self.live[:rows]
         ids = live[:, None].expand(rows, max(1, self.queries))
-        inputs = StepInputs(ids, ids, live if self.queries else None)
+        lengths = live if self.queries else None
+        parents = ids.int() if isinstance(self.queries, Nodes) else None
+        inputs = StepInputs(ids, ids, lengths, parents)
         return {**inputs.arguments(live), "cache": self.cache}
 
     def begin(self, rows: int) -> None:
@@ -424,8 +426,11 @@ def of_prompts(recorded: bool, fresh: bool) -> str:
 
 def of_steps(word: str, queries: int) -> str:
     """The word for the mode or the kind of steps. Those that verify `queries` tokens of a row have
-    one of their own."""
-    return f"{word}, {queries} tokens a row" if queries else word
+    one of their own, and those of trees."""
+    if not queries:
+        return word
+    what = "nodes of a tree" if isinstance(queries, Nodes) else "tokens"
+    return f"{word}, {queries} {what} a row"
 
 
 def remember(found: dict[Key, Value], key: Key, value: Value) -> Value:

@@ -13,9 +13,9 @@ from attnops.cache.paged import ordinary
 from attnops.core.problem import Problem
 from attnops.graphs.kinds import Kinds
 from attnops.graphs.per_layer import NotRegional
+from attnops.hf.cache.described import described
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.page_sizes import Sizes
-from attnops.hf.cache.paged_cache import described
 from attnops.hf.steps.chunks import packed
 from attnops.hf.steps.graphed_steps import passes_of
 from attnops.hf.steps.hidden import Read

@@ -13,10 +13,13 @@ from attnops.cache.paged import ordinary
 from attnops.core.record import need
 from attnops.graphs.cuda_graphs import Device
 from attnops.graphs.streams import LastStream
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.heads import HeadDrafts
 from attnops.hf.steps.hidden import Outputs, Read
+from attnops.hf.steps.paths import Paths
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
 from attnops.nn import Draft, DraftState, Eagle3Head
 from attnops.ops import advance_rows, lookup_drafts, next_inputs
@@ -26,12 +29,13 @@ class Form(NamedTuple):
     """What graphs of rounds are made for.
 
     drafts: tokens that are drafted at most. max_ngram: of the longest text that is looked up in the
-    row's own; 0: others draft. head: a draft head that does.
+    row's own; 0: others draft. head: a draft head that does. trees: may they draft trees?
     """
 
     drafts: int = 7
     max_ngram: int = 3
     head: Eagle3Head | None = None
+    trees: bool = False
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -63,6 +67,7 @@ class Round:
     tokens: int64 `[B, room]`, the texts. What is behind `seq_lens` int32 `[B]` has no meaning.
     input, positions: int64 `[B, N]`, of the next step: the last token, and drafts.
     stored: int64 `[B]`, the tokens of each row that the pages keep.
+    tree: is the next input a tree?
 
     For the host, one after the other: how many tokens are drafted for each row, whether it is
     unfinished, and of each row how many tokens it got, and these.
@@ -99,9 +104,12 @@ class Round:
             if (head := self.form.head) is not None:
                 self._head = HeadDrafts(head, embed, rows, choice.room + most, most)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
+        self.paths = Paths(rows, most, device) if self.form.trees else None
         self._stream = LastStream(device, self._tensors())
         self._arrived = torch.cuda.Event() if self._far else None
         self.graphs = ChoiceGraphs()
+        self.tree = False
+        self._device: Device | None = None
         self._queries = 1
 
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -110,27 +118,37 @@ class Round:
         rows = self.stored, self._position, self._last, self.seq_lens, self._accepted
         steps = self._drafts, self.input, self.positions, self._lengths
         numbers = self._eos, self._pad, self._most, self._news
-        return self._scores, *noise, self.tokens, *rows, *steps, *numbers
+        trees = () if self.paths is None else self.paths.tensors
+        return self._scores, *noise, self.tokens, *rows, *steps, *numbers, *trees
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graphs."""
         head = 0 if self._head is None else self._head.nbytes
-        return head + self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
+        paths = 0 if self.paths is None else self.paths.nbytes
+        return head + paths + self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
 
     def capture(self, device: Device) -> None:
         """Capture the graphs, before `begin`."""
         self._stream.use()
+        self._device = device
         self.graphs.capture(device, self.form.depths[::-1], self._clear, self._choose)
 
     def _clear(self) -> None:
         for each in self._tensors():
             each.fill_(int(each is self._noise))
 
+    def over(self, pages: ModelPages) -> None:
+        """Take the pages of the next prompt."""
+        if self.paths is not None:
+            assert self._device is not None
+            self.paths.use(pages, self._device)
+
     def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: Sequence[Read]) -> None:
         """Take a prompt. padding, stored: int64 `[B]`, of each row in the pages. read: the hidden
         states of the prompt, for a head."""
         self._stream.use()
+        self.tree = False
         ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]
         self.tokens[:, :length].copy_(ids)
@@ -149,6 +167,16 @@ class Round:
         if self._head is not None:
             self._head.begin(read, ids, padding - (asked.columns - length), stored)
 
+    def step(self, queries: int) -> StepInputs:
+        """What a step over the first so many tokens of the next input is called with."""
+        parents = None
+        if self.tree and queries > 1:
+            assert self.paths is not None
+            parents = self.paths.parents[:, :queries]
+        return StepInputs(
+            self.input[:, :queries], self.positions[:, :queries], self.stored, parents
+        )
+
     def choose(self, out: Outputs) -> None:
         """Append to each row what the model chose, and draft. out: of a step with the tokens of the
         last `input`, or after the last of a prompt. `send` follows."""
@@ -161,6 +189,9 @@ class Round:
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
         self.graphs.run(queries, self._choose)
+        if self.tree and queries > 1:
+            assert self.paths is not None
+            self.paths.move(queries)
 
     def send(self, draft: Draft | None) -> None:
         """Send the news of the choice to the host. draft: proposes tokens that are not looked
@@ -197,20 +228,24 @@ class Round:
 
     def _choose(self, queries: int) -> None:
         target, news = self._chosen(queries), self._got(self._news, queries)
+        accepted = self._accepted[: self.choice.rows * queries].view(-1, queries)
         advance_rows(
             self._drafts[:, :queries],
             target,
             self._eos,
             self._most,
+            None if self.paths is None else self.paths.parents[:, :queries],
             tokens=self.tokens,
             seq_lens=self.seq_lens,
             stored=self.stored,
             position=self._position,
             unfinished=self._unfinished,
-            accepted=self._accepted[: self.choice.rows * queries].view(-1, queries),
+            accepted=accepted,
             news=news,
         )
-        drafts, max_ngram, _ = self.form
+        if self.paths is not None:
+            self.paths.note(accepted, self.stored - news[:, 0])
+        drafts, max_ngram = self.form[:2]
         found = self.tokens[:, :0]
         if self._head is not None:
             found = self._head.propose(target, news[:, 0], self.stored, drafts)
@@ -226,7 +261,8 @@ class Round:
         scores = self._scores[: rows * queries]
         lengths = self._lengths[: rows * queries]
         if any(isinstance(each, Held) for each in self._processors):
-            at = self.seq_lens[:, None] + self._columns[:queries]
+            depths = self._columns if self.paths is None else self.paths.depths
+            at = self.seq_lens[:, None] + depths[..., :queries]
             lengths.copy_(at.reshape(-1, 1))
         seen = self.input[:, :queries]
         for processor in self._processors:
@@ -257,8 +293,13 @@ class Round:
 
     def _propose(self, draft: Draft) -> None:
         proposal = draft.propose(DraftState(self.tokens, self.seq_lens))
-        for name in ("parents", "probabilities"):
-            given = getattr(proposal, name)
-            want = "None: generate() verifies chains of tokens without probabilities"
-            need(given is None, f"proposal.{name}", type(given).__name__, want)
-        self._draft(proposal.checked(self.choice.rows, self.choice.vocab).tokens)
+        given = proposal.probabilities
+        want = "None: generate() verifies drafts without probabilities"
+        need(given is None, "proposal.probabilities", type(given).__name__, want)
+        proposal = proposal.checked(self.choice.rows, self.choice.vocab)
+        self._draft(proposal.tokens)
+        self.tree = proposal.parents is not None
+        if self.paths is not None:
+            self.paths.take(proposal.parents)
+            at = self._position[:, None] + self.paths.depths
+            self.positions.copy_(torch.minimum(at, self._last[:, None]))

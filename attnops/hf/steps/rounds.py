@@ -8,6 +8,8 @@ what the last choice was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from attnops.hf.cache.model_pages import EMPTY
 from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.models.rotations import follow_length
-from attnops.hf.steps.calls import StepInputs, plain_verify
+from attnops.hf.steps.calls import plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.hidden import Outputs, Read
@@ -54,6 +56,8 @@ def why_no_rounds(
     cache, before = cache_in(asked.given), asked.columns - asked.input_ids.shape[1]
     if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
         yield "the cache has no room for drafts behind the text"
+    if any(cache.state.pages.windows) and plan.form.depths[-1] > cache.state.pages.sizes.drafts:
+        yield "the sliding windows of the cache have no room for so many drafts"
     if plan.form.head is not None and not read:
         yield "the head has not read the states of the prompt"
     if before and plan.assistant is not None:
@@ -93,36 +97,46 @@ class Depth:
     """How many tokens the next round verifies for each row, by what the last ones were worth.
 
     depths: those that there are graphs for, from 1 on. accepted: of 0 to 1, how often a draft was
-    right.
+    right. tokens: that a row got in rounds with a tree, on average.
     """
 
     def __init__(self, depths: tuple[int, ...], rows: int) -> None:
         self.depths, self._rows = depths, rows
         self.accepted, self._idle = _FIRST, 0
+        self.tokens = inf
 
-    def note(self, queries: int, news: News) -> None:
-        """Take a round of so many tokens a row into account."""
+    def note(self, queries: int, news: News, tree: bool = False) -> None:
+        """Take a round of so many tokens a row into account. tree: were they one?"""
         live = [n for n in news.counts if n]
         if queries == 1 or not live:
+            return
+        if tree:
+            got = sum(live) / len(live)
+            self.tokens = got if self.tokens == inf else _KEPT * self.tokens + (1 - _KEPT) * got
             return
         right = sum(live) - len(live)
         tried = sum(min(n, queries - 1) for n in live)
         self.accepted = _KEPT * self.accepted + (1 - _KEPT) * right / tried
 
-    def next(self, offered: int) -> int:
-        """Of the next round, where so many tokens are drafted at most."""
+    def next(self, offered: int, tree: bool = False) -> int:
+        """Of the next round, where so many tokens are drafted at most. A tree is verified whole or
+        not at all."""
         if not offered:
             return 1
-        best = max(self.depths, key=self._worth)
+        depths = (1, self.depths[-1]) if tree else self.depths
+        best = max(depths, key=partial(self._worth, tree))
         if best > 1:
             self._idle = 0
             return best
         self._idle += 1
         return self.depths[-1] if self._idle % PROBE == 0 else 1
 
-    def _worth(self, queries: int) -> float:
+    def _worth(self, tree: bool, queries: int) -> float:
         """Tokens of a row in the time of a step of one token."""
-        tokens = sum(self.accepted**n for n in range(queries))
+        if tree:
+            tokens = self.tokens if queries > 1 else 1.0
+        else:
+            tokens = sum(self.accepted**n for n in range(queries))
         return tokens / (1 + _COST * (queries - 1) * max(1, self._rows / 8))
 
 
@@ -156,6 +170,8 @@ class Rounds:
         """
         asked, pages = self._asked, self._cache.state.pages
         padding = pages.pad[: self._rows].clone()
+        with self._decoder.turn:
+            self._round.over(pages)
         self._round.begin(asked, padding, pages.seen - padding, self._read)
         try:
             self._decode(Outputs(logits), draft)
@@ -177,21 +193,21 @@ class Rounds:
         depth, offered = Depth(made.form.depths, self._rows), made.form.drafts
         counts = False  # the first tokens are the prompt's
         while True:
-            queries = out.logits.shape[1]
+            queries, tree = out.logits.shape[1], made.tree
             with decoder.turn:
                 made.choose(out)
             # Not in the turn, for an assistant has one too, which another thread may have.
             made.send(draft)
             # By now each unfinished row has one token more than the host knows of.
             if min(self._lengths) + 1 < most:
-                out = self._step(depth.next(offered))
+                out = self._step(depth.next(offered, made.tree))
             news = self._told()
             if counts:
                 self.rounds += sum(n > 0 for n in news.counts)
                 self.tokens += sum(news.counts)
             if news.done:
                 return
-            depth.note(queries, news)
+            depth.note(queries, news, tree)
             offered = news.offered
             counts = True
 
@@ -199,7 +215,7 @@ class Rounds:
         """After the last tokens and the drafts. N is 1 where graphs cannot run it."""
         made, decoder, running = self._round, self._decoder, running_generation()
         for count in dict.fromkeys((queries, 1)):
-            asks = StepInputs(made.input[:, :count], made.positions[:, :count], made.stored)
+            asks = made.step(count)
             out = decoder.try_step(asks, self._cache)
             if out is not None:
                 if running is not None:

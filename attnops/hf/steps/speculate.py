@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -27,6 +28,9 @@ LOOKUP, ASSISTANT = "prompt_lookup_num_tokens", "assistant_model"
 
 Speculate = Literal["lookup"] | str | PathLike[str] | nn.Module | Draft | None
 """The option of `patch`. Another text than "lookup" is the folder of a draft head's checkpoint."""
+
+MOST_DRAFTS = 63
+"""Tokens that an object may draft for a row."""
 
 _NGRAM = "max_matching_ngram_size"
 
@@ -89,12 +93,16 @@ def taken(speculate: Any, owner: Any) -> Any:
     """
     if speculate is None or (isinstance(speculate, str) and speculate == "lookup"):
         return speculate
-    if isinstance(speculate, (str, PathLike)):
+    if isinstance(speculate, (str, PathLike)) and Path(speculate).is_dir():
         speculate = _head_in(str(speculate), owner)
-    want = "None, 'lookup', a folder of a draft head, a head, a transformers model that drafts, or "
-    want += "an object with propose(state)"
+    want = "None, 'lookup', the folder of a draft head, an attnops.nn.Eagle3Head, a transformers "
+    want += "model that drafts, or an object with propose(state)"
     known = isinstance(speculate, nn.Module) or hasattr(speculate, "propose")
     need(known, "speculate", repr(speculate), want)
+    most = _num_drafts(speculate)
+    want = f"1 to {MOST_DRAFTS} tokens that the object drafts for a row at most"
+    whole = isinstance(most, int) and 1 <= most <= MOST_DRAFTS
+    need(whole, "speculate.num_drafts", repr(most), want)
     why = ""
     if isinstance(speculate, Eagle3Head):
         why = against(speculate, owner)
@@ -126,8 +134,13 @@ def plan_of(speculate: Any) -> Plan | None:
     if isinstance(speculate, Eagle3Head):
         return Plan(Form(_OF_HEADS, 0, speculate))
     if hasattr(speculate, "propose"):
-        return Plan(_PROPOSED, speculate)
+        return Plan(Form(_num_drafts(speculate), 0, trees=True), speculate)
     return Plan(_PROPOSED, assistant=speculate)
+
+
+def _num_drafts(draft: Any) -> Any:
+    """The most tokens that an object drafts for a row: its `num_drafts`, where it has one."""
+    return getattr(draft, "num_drafts", _PROPOSED.drafts)
 
 
 def _other_words(owner: Any, assistant: Any) -> str:

@@ -193,6 +193,7 @@ MASKS: Rows = {
     "one_node": ((4, 1), 1, 9, "chain"),
     "short_rows": ((0, 3, -2, 40), 5, 12, "tree"),
     "many": ((2100, 64), 64, 2304, "wide"),
+    "window": ((9, 20, 7), 7, 24, "tree", {"window": 4}),
     "broken": ((14, 20, 9), 9, 20, "broken"),
     "no_keys": ((3, 4), 3, 0, "tree"),
     "no_rows": ((), 3, 8, "tree"),
@@ -213,5 +214,5 @@ CASES = {
     "next_inputs": Grid("lengths width count N", INPUTS, _drafted),
     "accept_sampled": Grid("rows nodes tree words blank", SAMPLED, _sampled),
     "build_tree": Grid("rows count num_nodes tree ties", TREES, _candidates),
-    "tree_mask": Grid("lengths nodes num_keys tree", MASKS, _seen),
+    "tree_mask": Grid("lengths nodes num_keys tree window", MASKS, _seen),
 }

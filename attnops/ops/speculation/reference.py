@@ -181,4 +181,9 @@ def tree_mask(call: TreeMask) -> Tensor:
     of_tree = torch.arange(keys, device=parents.device) - first[:, None]
     at = of_tree.clamp(0, nodes - 1)[:, None].expand(batch, nodes, keys)
     mask = (seen.gather(2, at) & (of_tree < nodes)[:, None]) | (of_tree < 0)[:, None]
+    if call.window:
+        depth = seen.sum(2) - 1
+        # The root is at 0, and the keys before the tree at negative numbers.
+        place = torch.where(of_tree < 0, of_tree, depth.gather(1, of_tree.clamp(0, nodes - 1)))
+        mask = mask & (depth[:, :, None] - place[:, None] < call.window)
     return mask.flatten(0, 1)

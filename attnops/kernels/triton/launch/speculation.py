@@ -126,7 +126,7 @@ def tree_mask(call: TreeMask) -> Tensor:
         launch(
             tree.tree_mask,
             (batch * nodes, -(-keys // block)),
-            {"N": nodes, "NP": power(nodes), "BLOCK": block},
+            {"N": nodes, "NP": power(nodes), "BLOCK": block, "WINDOW": call.window},
             (*args, *parents.stride(), lengths.stride(0)),
         )
     return mask
