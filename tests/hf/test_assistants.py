@@ -48,7 +48,7 @@ def test_an_assistant_reads_what_it_missed(monkeypatch, kind):
     own, pauses = Assistant.propose, iter([0, 1, 0, 3, 0, 12, 0, 0, 9] * 5)
     left, most, step = [next(pauses)], torch.zeros(3), Assistant._step
 
-    def scripted(depth, _):
+    def scripted(depth, *_):
         if left[0]:
             left[0] -= 1
             return 1
