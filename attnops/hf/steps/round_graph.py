@@ -135,6 +135,7 @@ class Round:
 
     def over(self, pages: ModelPages) -> None:
         """Take the pages of the next prompt."""
+        self._stream.use()
         if self.paths is not None:
             assert self._device is not None
             self.paths.use(pages, self._device)
