@@ -52,8 +52,8 @@ HEAD = "attnops_eagle"
 """The kind of the second."""
 WORDS = 32_000
 """Draft words of a head, at most."""
-NUMBERS = 4096
-"""Random numbers of a head, which come again after that."""
+NUMBERS, STRIDE = 4096, 7919
+"""Random numbers of a head, and the distance between those of a position and the next."""
 DRAFTS = 7
 CYCLE = 64
 """Tokens after which a text repeats."""
@@ -151,18 +151,17 @@ class KnownHead(Eagle3Head):
         self._words[kept] = torch.arange(len(kept), device=kept.device)
         self._known, self.right = known[:, 1], torch.ones((), device=known.device)
         numbers = torch.Generator(known.device).manual_seed(0)
-        self._odds = torch.rand(NUMBERS, 64, generator=numbers, device=known.device)
-        self._count = torch.zeros((), dtype=torch.int64, device=known.device)
+        self._odds = torch.rand(NUMBERS, generator=numbers, device=known.device)
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, *, rows: Tensor | None = None, **where: Any
     ) -> tuple[Tensor, Tensor]:
         """As of any head. A wrong word is the last token again."""
         logits, hidden = super().forward(tokens, hidden, rows=rows, **where)
-        last = tokens if rows is None else tokens[rows]
-        drawn = self._odds.index_select(0, (self._count % NUMBERS)[None])
-        odds = drawn[0, : len(last)]
-        self._count.add_(1)
+        last, at = tokens, where["batch"].positions
+        if rows is not None:
+            last, at = last[rows], at[rows]
+        odds = self._odds[(at * STRIDE + last) % NUMBERS]
         found = torch.where(odds < self.right, self._known[last], last)
         return logits.scatter_(-1, self._words[found][:, None], torch.inf), hidden
 

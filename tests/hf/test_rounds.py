@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
@@ -15,8 +16,9 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import decode
 from attnops.hf.steps.calls import StepInputs
-from attnops.hf.steps.round_graph import News
+from attnops.hf.steps.round_graph import News, Round
 from attnops.hf.steps.rounds import PROBE, Depth
+from attnops.hf.steps.sampler_graph import Choice
 from attnops.nn import Proposal
 from tests.hf.decoding import ENDS, Streamer, auto
 from tests.hf.drafting import Branches, Oracle, asked, assistant, patched, worth
@@ -354,6 +356,24 @@ def test_a_step_that_verifies_ends_with_its_pages():
                 logits = decoder.try_step(inputs, cache)
         want = model(torch.cat([ids, drafts], 1)).logits[:, -3:]
     torch.testing.assert_close(logits, want)
+
+
+def test_a_choice_is_four_launches():
+    """Each would be a kernel that runs for less time than it takes to start."""
+    ran = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not (func.is_view or func is torch.ops.aten._unsafe_view.default):
+                ran.append(func.name().removesuffix(".default"))
+            return func(*args, **(kwargs or {}))
+
+    choice = Choice(torch.device("cpu"), 2, 32, 16, ends=2, sampled=False, processors=())
+    made = Round(choice, [], torch.nn.Embedding(16, 4))
+    with Launches():
+        made._choose(8)
+    tail = [f"attnops::{op}" for op in ("advance_rows", "lookup_drafts", "next_inputs")]
+    assert ran == ["aten::argmax", *tail]
 
 
 def test_the_depth_of_a_round_follows_what_drafts_were_worth():

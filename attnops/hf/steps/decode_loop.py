@@ -31,7 +31,7 @@ from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds, why_no_rounds
 from attnops.hf.steps.sampler_graph import Choice, Tail
 from attnops.hf.steps.speculate import Plan, drafting, plan_of
-from attnops.nn import Eagle3Head
+from attnops.nn import Eagle3Head, pack_linears
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
 # once. More, up to _MOST_SMALL, are kept while all of them hold no more than so many bytes.
@@ -45,6 +45,8 @@ class Loop:
 
     def __init__(self, speculate: Any = None) -> None:
         self._drafts = plan_of(speculate)
+        if self.head is not None:
+            pack_linears(self.head)
         self._idle: list[Tail | Round] = []  # the last used one last
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails

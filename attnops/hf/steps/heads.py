@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from attnops.cache.batch import PagedBatch
 from attnops.cache.paged import ordinary
 from attnops.core.problem import Problem
+from attnops.graphs.kinds import Kinds
+from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache.described import described
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.page_sizes import Sizes
 from attnops.hf.steps.chunks import packed
+from attnops.hf.steps.graphed_steps import passes_of
 from attnops.hf.steps.hidden import Read
+from attnops.hf.steps.options import Decode
 from attnops.nn import Eagle3Head
 from attnops.ops import token_rows
 from attnops.ops.pages.plan import paged_layers
@@ -93,6 +97,7 @@ class HeadDrafts:
         self, head: Eagle3Head, embed: nn.Module, rows: int, room: int, queries: int
     ) -> None:
         self.head, self._embed, self._layer = head, embed, layer_of(head)
+        self._kinds: Kinds | None = Kinds(passes_of(Decode(), {}))
         device = head.fc.weight.device
         sizes = Sizes(rows, room, (self._layer,), device, None, fixed=True)
         self.pages = ModelPages(sizes)
@@ -159,7 +164,18 @@ class HeadDrafts:
         tokens int64 `[T]`, at `rows` int64 `[R]`; None: at all."""
         given = tokens if self.head.embed_tokens is not None else self._embed(tokens)
         keys, values = self.pages.layers[0]
-        logits, state = self.head(
-            given, hidden, rows=rows, batch=batch, k_pages=keys, v_pages=values
-        )
+        where = {"rows": rows, "batch": batch, "k_pages": keys, "v_pages": values}
+        logits, state = self._run(given, hidden, where)
         return self.head.to_target(logits.argmax(-1)), state
+
+    def _run(self, given: Tensor, hidden: Tensor, where: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The head, by fused linears where it can be recorded."""
+        if self._kinds is not None:
+            self._kinds.begin()
+            try:
+                out: tuple[Tensor, Tensor] = self._kinds(self.head, 1, (given, hidden), where)
+                return out
+            except NotRegional:
+                self._kinds = None
+        logits, state = self.head(given, hidden, **where)
+        return logits, state

@@ -22,7 +22,7 @@ from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.paths import Paths
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
 from attnops.nn import Draft, DraftState, Eagle3Head
-from attnops.ops import accept, lookup_drafts
+from attnops.ops import advance_rows, lookup_drafts, next_inputs
 
 
 class Form(NamedTuple):
@@ -68,6 +68,9 @@ class Round:
     input, positions: int64 `[B, N]`, of the next step: the last token, and drafts.
     stored: int64 `[B]`, the tokens of each row that the pages keep.
     tree: is the next input a tree?
+
+    For the host, one after the other: how many tokens are drafted for each row, whether it is
+    unfinished, and of each row how many tokens it got, and these.
     """
 
     def __init__(
@@ -85,16 +88,18 @@ class Round:
             self._scores = torch.zeros(rows * most, choice.vocab, device=device)
             # Drawn before a replay, as `Tail` does.
             self._noise = torch.ones_like(self._scores) if choice.sampled else None
-            self.tokens = ints(rows, choice.room + most)
+            self.tokens = ints(rows, choice.room)
             self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-            self.stored, self._position, self._unfinished = ints(rows), ints(rows), ints(rows)
+            self.stored, self._position = ints(rows), ints(rows)
             self._drafts, self.input, self.positions = (ints(rows, most) for _ in range(3))
-            self._eos, self._pad, self._most = ints(choice.ends), ints(), ints()
+            self._eos, self._pad, self._most = ints(choice.ends), ints(), ints(1)
             self._last = ints(rows)  # the last position that plain decoding computes
             self._columns = torch.arange(most, device=device)
             self._lengths = ints(rows * most, 1)
             self._processors = ours_of(processors, device, self._lengths)
-            self._news = ints(rows + rows * most + 2)
+            self._accepted = torch.zeros(rows * most, dtype=torch.int32, device=device)
+            self._news = ints(rows * (3 + most))
+            self._offered, self._unfinished = self._news[: 2 * rows].view(2, rows)
             self._head: HeadDrafts | None = None
             if (head := self.form.head) is not None:
                 self._head = HeadDrafts(head, embed, rows, choice.room + most, most)
@@ -110,7 +115,7 @@ class Round:
     def _tensors(self) -> tuple[Tensor, ...]:
         """Its buffers, without those of its processors."""
         noise = () if self._noise is None else (self._noise,)
-        rows = self.stored, self._position, self._last, self._unfinished, self.seq_lens
+        rows = self.stored, self._position, self._last, self.seq_lens, self._accepted
         steps = self._drafts, self.input, self.positions, self._lengths
         numbers = self._eos, self._pad, self._most, self._news
         trees = () if self.paths is None else self.paths.tensors
@@ -134,17 +139,16 @@ class Round:
             each.fill_(int(each is self._noise))
 
     def over(self, pages: ModelPages) -> None:
-        """Take the pages of the next prompt."""
+        """Take the pages of the next prompt, before `begin`."""
         self._stream.use()
         if self.paths is not None:
             assert self._device is not None
-            self.paths.use(pages, self._device)
+            self.paths.use(pages, self._device, self._clear, self._move)
 
     def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: Sequence[Read]) -> None:
         """Take a prompt. padding, stored: int64 `[B]`, of each row in the pages. read: the hidden
         states of the prompt, for a head."""
         self._stream.use()
-        self.tree = False
         ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]
         self.tokens[:, :length].copy_(ids)
@@ -160,18 +164,17 @@ class Round:
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
+        self.tree = False
+        if self.paths is not None:
+            self.paths.take(None)
         if self._head is not None:
             self._head.begin(read, ids, padding - (asked.columns - length), stored)
 
     def step(self, queries: int) -> StepInputs:
         """What a step over the first so many tokens of the next input is called with."""
-        parents = None
-        if self.tree and queries > 1:
-            assert self.paths is not None
-            parents = self.paths.parents[:, :queries]
-        return StepInputs(
-            self.input[:, :queries], self.positions[:, :queries], self.stored, parents
-        )
+        ids, positions = self.input[:, :queries], self.positions[:, :queries]
+        parents = self._parents(queries) if self.tree and queries > 1 else None
+        return StepInputs(ids, positions, self.stored, parents)
 
     def choose(self, out: Outputs) -> None:
         """Append to each row what the model chose, and draft. out: of a step with the tokens of the
@@ -185,9 +188,8 @@ class Round:
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
         self.graphs.run(queries, self._choose)
-        if self.tree and queries > 1:
-            assert self.paths is not None
-            self.paths.move(queries)
+        if self.paths is not None and self.tree and queries > 1:
+            self.paths.run(queries, self._move)
 
     def send(self, draft: Draft | None) -> None:
         """Send the news of the choice to the host. draft: proposes tokens that are not looked
@@ -203,10 +205,16 @@ class Round:
         if self._arrived is not None:
             self._arrived.synchronize()
         rows, queries = self.choice.rows, self._queries
-        unfinished, offered, *rest = self._host[: 2 + rows + rows * queries].tolist()
-        counts, tokens = rest[:rows], rest[rows:]
-        each = [tokens[b * queries : b * queries + n] for b, n in enumerate(counts)]
-        return News(counts, each, offered, not unfinished)
+        offered, unfinished = self._host[: 2 * rows].view(2, rows).tolist()
+        each = self._got(self._host, queries).tolist()
+        counts = [count for count, *_ in each]
+        tokens = [found[:count] for count, *found in each]
+        return News(counts, tokens, max(offered), not any(unfinished))
+
+    def _got(self, news: Tensor, queries: int) -> Tensor:
+        """`[B, 1 + N]`: how many tokens each row got, and these."""
+        rows = self.choice.rows
+        return news[2 * rows : rows * (3 + queries)].view(rows, 1 + queries)
 
     def texts(self) -> Tensor:
         """int64 `[B, S]`: the texts, padded on the right to the longest. The host waits for its
@@ -216,98 +224,89 @@ class Round:
             columns = torch.arange(texts.shape[1], device=texts.device)
             return torch.where(columns < self.seq_lens[:, None], texts, self._pad)
 
+    def _parents(self, queries: int) -> Tensor | None:
+        return None if self.paths is None else self.paths.parents[:, :queries]
+
+    def _path(self, queries: int) -> Tensor:
+        """int32 `[B, N]`: the tokens of the input that each row keeps, in order, and -1 beyond."""
+        return self._accepted[: self.choice.rows * queries].view(-1, queries)
+
+    def _move(self, queries: int) -> None:
+        assert self.paths is not None
+        counts = self._got(self._news, queries)[:, 0]
+        self.paths.move(self._path(queries), self.stored - counts)
+
     def _choose(self, queries: int) -> None:
-        target, accepted = self._accepted(self._chosen(queries))
-        counts = self._counted(target, accepted)
-        columns = self._columns[:queries]
-        at = self.seq_lens[:, None] + columns
-        # Those behind the counts are written again by the next round.
-        self.tokens.scatter_(1, at, target)
-        last = target.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        last = torch.where(counts > 0, last, self.input[:, 0])
-        for each in (self.seq_lens, self.stored, self._position):
-            each.add_(counts)
-        self._draft(last, target, counts)
-        offered = (self._drafts[:, 1:] >= 0).sum(1).amax()
-        torch.cat(
-            (self._unfinished.amax()[None], offered[None], counts, target.reshape(-1)),
-            out=self._news[: 2 + counts.numel() + target.numel()],
+        target, news = self._chosen(queries), self._got(self._news, queries)
+        advance_rows(
+            self._drafts[:, :queries],
+            target,
+            self._eos,
+            self._most,
+            self._parents(queries),
+            tokens=self.tokens,
+            seq_lens=self.seq_lens,
+            stored=self.stored,
+            position=self._position,
+            unfinished=self._unfinished,
+            accepted=self._path(queries),
+            news=news,
         )
+        drafts, max_ngram = self.form[:2]
+        found = self.tokens[:, :0]
+        if self._head is not None:
+            found = self._head.propose(target, news[:, 0], self.stored, drafts)
+        if max_ngram:
+            found, _ = lookup_drafts(
+                self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
+            )
+        self._draft(found)
 
     def _chosen(self, queries: int) -> Tensor:
         """int64 `[B, N]`: the token that the model chooses after each token of the input."""
         rows = self.choice.rows
         scores = self._scores[: rows * queries]
         lengths = self._lengths[: rows * queries]
-        depths = self._columns if self.paths is None else self.paths.depths
-        at = self.seq_lens[:, None] + depths[..., :queries]
-        lengths.copy_(at.reshape(-1, 1))
-        seen = self.input[:, :queries].reshape(-1, 1)
+        if any(isinstance(each, Held) for each in self._processors):
+            depths = self._columns if self.paths is None else self.paths.depths
+            at = self.seq_lens[:, None] + depths[..., :queries]
+            lengths.copy_(at.reshape(-1, 1))
+        seen = self.input[:, :queries]
         for processor in self._processors:
             if isinstance(processor, Held):
                 processor.length = lengths
-            scores = processor(seen, scores)
+            scores = processor(seen.reshape(-1, 1), scores)
         if self._noise is None:
             chosen = torch.argmax(scores, dim=-1)
         else:
             chosen = drawn(torch.softmax(scores, dim=-1), self._noise[: rows * queries])
         return chosen.view(rows, queries)
 
-    def _accepted(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(the chosen tokens `[B, N]` along the way of those that are accepted, how many drafts of
-        each row are accepted `[B]`)."""
-        drafts = self._drafts[:, : target.shape[1]].contiguous()
-        if self.paths is None:
-            return target, accept(drafts, target)[1]
-        path, accepted, _ = accept(drafts, target, self.paths.of(drafts.shape[1]))
-        self.paths.note(path, self.stored)
-        return target.gather(1, path.clamp(min=0).long()), accepted
-
-    def _counted(self, target: Tensor, accepted: Tensor) -> Tensor:
-        """int64 `[B]`: how many of the chosen tokens `[B, N]` each row gets. Rows that end are
-        finished. accepted: drafts of each row."""
-        queries, columns = target.shape[1], self._columns[: target.shape[1]]
-        counts = torch.minimum(accepted + 1, self._most - self.seq_lens)
-        if self.choice.ends:
-            ends = (target[..., None] == self._eos).any(-1)
-            first = torch.where(ends, columns + 1, queries + 1).amin(1)
-            counts = torch.minimum(counts, first)
-        counts = counts * self._unfinished
-        full = self.seq_lens + counts >= self._most
-        ended = full | (first <= counts) if self.choice.ends else full
-        self._unfinished.mul_(~ended)
-        return counts
-
-    def _draft(self, last: Tensor, target: Tensor, counts: Tensor) -> None:
-        """Make the next input: the last token int64 `[B]` of each row, and its drafts. counts: so
-        many of `target` `[B, N]` each row has got."""
-        self._drafts[:, 0].copy_(last)
-        drafts, max_ngram = self.form[:2]
-        if self._head is not None:
-            self._drafts[:, 1:].copy_(self._head.propose(target, counts, self.stored, drafts))
-        if max_ngram:
-            found = lookup_drafts(
-                self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
-            )
-            self._drafts[:, 1:].copy_(found[0])
-        self.input.copy_(self._drafts.clamp(min=0))
-        # The model may have no more positions. What is drafted behind the text is not accepted.
-        at = self._position[:, None] + self._columns
-        self.positions.copy_(torch.minimum(at, self._last[:, None]))
+    def _draft(self, found: Tensor) -> None:
+        """Make the next input: the last token of each row, and its drafts int64 `[B, K]`."""
+        next_inputs(
+            found,
+            self.tokens,
+            self.seq_lens,
+            self._position,
+            # The model may have no more positions. What is drafted behind the text is not accepted.
+            self._last,
+            words=self.choice.vocab,
+            drafts=self._drafts,
+            next_ids=self.input,
+            positions=self.positions,
+            offered=self._offered,
+        )
 
     def _propose(self, draft: Draft) -> None:
         proposal = draft.propose(DraftState(self.tokens, self.seq_lens))
-        given = proposal.probabilities
+        given, parents = proposal.probabilities, proposal.parents
         want = "None: generate() verifies drafts without probabilities"
         need(given is None, "proposal.probabilities", type(given).__name__, want)
-        proposal = proposal.checked(self.choice.rows, self.choice.vocab)
-        tokens = proposal.tokens[:, : self.form.drafts]
-        self._drafts[:, 1:].fill_(-1)
-        self._drafts[:, 1 : 1 + tokens.shape[1]].copy_(tokens)
-        self.input.copy_(self._drafts.clamp(0, self.choice.vocab - 1))
-        self._news[1].copy_((tokens >= 0).sum(1).amax())
-        self.tree = proposal.parents is not None
-        if self.paths is not None:
-            self.paths.take(proposal.parents)
-            at = self._position[:, None] + self.paths.depths
-            self.positions.copy_(torch.minimum(at, self._last[:, None]))
+        self._draft(proposal.checked(self.choice.rows, self.choice.vocab).tokens)
+        if self.paths is None or not (self.tree or parents is not None):
+            return
+        self.tree = parents is not None
+        self.paths.take(parents)
+        at = self._position[:, None] + self.paths.depths
+        self.positions.copy_(torch.minimum(at, self._last[:, None]))
