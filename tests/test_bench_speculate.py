@@ -53,11 +53,12 @@ def test_rounds_beside_steps(graphs):
 def test_a_wrong_text_has_no_time(graphs, monkeypatch):
     """Every draft is accepted, though it is wrong."""
 
-    def accept(drafts, target, parents=None):
-        path = torch.arange(drafts.shape[1], dtype=torch.int32).expand_as(drafts)
-        return path, torch.full_like(drafts[:, 0], drafts.shape[1] - 1, dtype=torch.int32), None
+    own = round_graph.advance_rows
 
-    monkeypatch.setattr(round_graph, "accept", accept)
+    def agree(drafts, target, *given, **more):
+        own(drafts, torch.cat([drafts[:, 1:], target[:, -1:]], 1), *given, **more)
+
+    monkeypatch.setattr(round_graph, "advance_rows", agree)
     found = rows()
     wrong = found["attnops_right_0"]
     assert wrong["wrong"].startswith("wrong: off by") and "median_us" not in wrong

@@ -353,7 +353,7 @@ def test_a_step_that_verifies_ends_with_its_pages():
             inputs = StepInputs(drafts, lengths[:, None] + torch.arange(3), lengths)
             room = pytest.raises(RuntimeError, match="a cache that is full")
             with room if stored == 10 else nullcontext():
-                logits = decoder.try_step(inputs, cache)
+                logits = decoder.try_step(inputs, cache).logits
         want = model(torch.cat([ids, drafts], 1)).logits[:, -3:]
     torch.testing.assert_close(logits, want)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -92,10 +93,10 @@ def taken(speculate: Any, owner: Any) -> Any:
     """
     if speculate is None or (isinstance(speculate, str) and speculate == "lookup"):
         return speculate
-    if isinstance(speculate, (str, PathLike)):
+    if isinstance(speculate, (str, PathLike)) and Path(speculate).is_dir():
         speculate = _head_in(str(speculate), owner)
-    want = "None, 'lookup', a folder of a draft head, a head, a transformers model that drafts, or "
-    want += "an object with propose(state)"
+    want = "None, 'lookup', the folder of a draft head, an attnops.nn.Eagle3Head, a transformers "
+    want += "model that drafts, or an object with propose(state)"
     known = isinstance(speculate, nn.Module) or hasattr(speculate, "propose")
     need(known, "speculate", repr(speculate), want)
     most = _num_drafts(speculate)
