@@ -271,6 +271,35 @@ def test_a_draft_runs_beside_the_steps_of_other_threads():
     assert torch.equal(ours.generate(**given), model.generate(**given)) and free
 
 
+ASKED = {
+    "never right": (lambda: Oracle(wrong=1), 200, 16, 18, 1),
+    "right later": (lambda: Oracle(wrong=1), 12, 30, 60, 2),
+    "finds nothing": (lambda: Broken(lambda: Proposal(torch.full((1, 3), -1))), 200, 198, 200, 1),
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_draft_is_asked_where_its_tokens_are_verified(kind):
+    """Where they are not, by every 32nd round."""
+    make, right_from, least, most, tokens = ASKED[kind]
+    model, draft, missed = tiny.model("llama"), make(), []
+    ours, handle = patched(model, draft)
+    own = draft.propose
+
+    def noted(state):
+        missed.append(state.missed)
+        if len(missed) > right_from:
+            draft.wrong = 0
+        return own(state)
+
+    draft.propose = noted
+    given = {**asked(1), "max_new_tokens": 200}
+    draft.texts = want = model.generate(**given)
+    assert torch.equal(ours.generate(**given), want)
+    assert least <= len(missed) <= most and max(missed) == (0 if least == 198 else PROBE - 1)
+    assert tokens <= worth(handle) < tokens + 1
+
+
 def test_a_model_without_graphs_says_that_nothing_was_drafted():
     model = tiny.model("llama")
     handle = attnops.patch(model, speculate="lookup")

@@ -111,6 +111,7 @@ class Round:
         self.tree = False
         self._device: Device | None = None
         self._queries = 1
+        self._missed = 0
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """Its buffers, without those of its processors."""
@@ -158,6 +159,7 @@ class Round:
         self._position.copy_(asked.given["position_ids"][:, -1])
         self._last.copy_(self._position + (asked.max_length - 1 - length))
         self._unfinished.fill_(1)
+        self._missed = 0
         self._most.fill_(asked.max_length)
         if eos:
             self._eos.copy_(torch.cat([each.reshape(-1).to(self._eos.device) for each in eos]))
@@ -192,9 +194,11 @@ class Round:
             self.paths.run(queries, self._move)
 
     def send(self, draft: Draft | None) -> None:
-        """Send the news of the choice to the host. draft: proposes tokens that are not looked
-        up."""
-        if draft is not None:
+        """Send the news of the choice to the host. draft: proposes tokens that are not looked up;
+        None: none does, or it is not asked in this round."""
+        if draft is None:
+            self._missed += 1
+        else:
             self._propose(draft)
         self._host.copy_(self._news, non_blocking=True)
         if self._arrived is not None:
@@ -299,7 +303,8 @@ class Round:
         )
 
     def _propose(self, draft: Draft) -> None:
-        proposal = draft.propose(DraftState(self.tokens, self.seq_lens))
+        missed, self._missed = self._missed, 0
+        proposal = draft.propose(DraftState(self.tokens, self.seq_lens, missed=missed))
         given, parents = proposal.probabilities, proposal.parents
         want = "None: generate() verifies drafts without probabilities"
         need(given is None, "proposal.probabilities", type(given).__name__, want)

@@ -196,11 +196,18 @@ class Rounds:
             queries, tree = out.logits.shape[1], made.tree
             with decoder.turn:
                 made.choose(out)
-            # Not in the turn, for an assistant has one too, which another thread may have.
-            made.send(draft)
             # By now each unfinished row has one token more than the host knows of.
-            if min(self._lengths) + 1 < most:
-                out = self._step(depth.next(offered, made.tree))
+            more = min(self._lengths) + 1 < most
+            # A draft that found nothing is asked again, as long as its tokens were right.
+            drafted = offered if draft is None else made.form.drafts
+            following = depth.next(drafted, made.tree) if more else 1
+            asked = draft if following > 1 else None
+            # Not in the turn, for an assistant has one too, which another thread may have.
+            made.send(asked)
+            if made.tree and asked is not None:  # it may be the first
+                following = made.form.depths[-1]
+            if more:
+                out = self._step(following if offered else 1)
             news = self._told()
             if counts:
                 self.rounds += sum(n > 0 for n in news.counts)
@@ -208,7 +215,8 @@ class Rounds:
             if news.done:
                 return
             depth.note(queries, news, tree)
-            offered = news.offered
+            if asked is draft:
+                offered = news.offered
             counts = True
 
     def _step(self, queries: int) -> Outputs:
