@@ -207,11 +207,15 @@ def plain_verify(owner: Any, inputs: StepInputs, cache: PagedModelCache) -> Tens
     """Logits `[B, N, V]` of a step that verifies, by the own forward of a patched model."""
     assert inputs.lengths is not None
     step = verifying(step_of(vars(owner)["forward"].original, cache_names.argument_of(owner)))
+    state = cache.state
     try:
         logits: Tensor = step(**inputs.arguments(torch.ones_like(inputs.lengths)), cache=cache)
         return logits
     finally:
-        cache.state.end_step()
+        # Pages forget the tokens of a step that an error ended, and states do not.
+        begun = set(state.begun)
+        state.end_step()
+        state.begun |= begun
 
 
 def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
@@ -230,6 +234,7 @@ def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
         if lengths is not None:
             place(state.pages, lengths, live)
         state.start, state.real = starts(state.pages, live, input_ids.shape[1])
+        state.verified = None if lengths is None else state.start
         logits = logits_of(forward, argument, input_ids, position_ids, cache)
         state.start = state.real = None
         return logits

@@ -237,7 +237,7 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
 
 def _drafted(asked: Asked, decoder: Decoder, made: Round, logits: Tensor, plan: Plan) -> Any:
     """As `_decoded`, in rounds."""
-    rounds = Rounds(asked, decoder, made)
+    rounds = Rounds(asked, decoder, made, _is_kept(cache_in(asked.given), asked))
     try:
         with plan.drafts(asked) as draft:
             return rounds.run(logits, draft)

@@ -21,6 +21,7 @@ from attnops.core.select import active_policy
 from attnops.hf.cache.model_pages import EMPTY
 from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
+from attnops.hf.models import take_back
 from attnops.hf.models.rotations import follow_length
 from attnops.hf.steps.calls import StepInputs, plain_verify
 from attnops.hf.steps.decode import Decoder
@@ -62,8 +63,8 @@ def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
         yield f"decode={decoder.how.mode!r}, and drafts are for 'auto'"
     if deterministic(active_policy()):
         yield "under a deterministic policy steps of other sizes may choose other bits"
-    if cache.states:
-        yield "drafts are taken back, and states of linear attention cannot be"
+    if why := take_back.why_not(asked.owner, cache):
+        yield why
     if cache.state.pages.plans() is not None:
         yield "the kernel needs a plan of the host, which steps with drafts do not have"
     if follow_length(asked.owner):
@@ -119,10 +120,10 @@ class Depth:
 
 
 class Rounds:
-    """The rounds of one call after its prompt."""
+    """The rounds of one call after its prompt. kept: see `why_no_rounds`."""
 
-    def __init__(self, asked: Asked, decoder: Decoder, made: Round) -> None:
-        self._asked, self._decoder, self._round = asked, decoder, made
+    def __init__(self, asked: Asked, decoder: Decoder, made: Round, kept: bool) -> None:
+        self._asked, self._decoder, self._round, self._kept = asked, decoder, made, kept
         self._cache = cache_in(asked.given)
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
@@ -145,7 +146,7 @@ class Rounds:
         """
         asked, pages = self._asked, self._cache.state.pages
         padding = pages.pad[: self._rows].clone()
-        self._round.begin(asked, pages.seen - padding)
+        self._begin(pages.seen - padding)
         try:
             self._decode(logits, draft)
         finally:
@@ -154,12 +155,24 @@ class Rounds:
                     pages.seen.copy_((self._round.stored + padding)[0])
                     pages.pad.fill_(EMPTY)
                     pages.pad[:1].copy_(padding)
+                    if self._kept and self._cache.states:
+                        take_back.settle(asked.owner, self._cache, self._round.stored)
         if asked.streamer is not None:
             asked.streamer.end()
         sequences: Any = self._round.texts()
         if not asked.config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **named(self._cache))
+
+    def _begin(self, stored: Tensor) -> None:
+        """stored: int64 `[B]`, the tokens of each row in the pages."""
+        asked, cache = self._asked, self._cache
+        self._round.begin(asked, stored)
+        if cache.states:
+            with ordinary():
+                anew = take_back.begin(asked.owner, cache, self._round.form.depths[-1], stored)
+            if anew:
+                self._decoder.forget(cache.state.pages)
 
     def _decode(self, logits: Tensor, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
