@@ -8,8 +8,9 @@ import torch
 from transformers import DynamicCache
 
 import attnops
-from attnops.core.errors import NotCapturable, NotFast
+from attnops.core.errors import InvalidInput, NotCapturable, NotFast
 from attnops.hf.cache.names import named
+from attnops.hf.models import convolutions
 from attnops.hf.steps import decode
 from tests.hf import hybrids
 from tests.hf.decoding import ENDS, auto
@@ -70,9 +71,10 @@ def test_turns_of_a_chat_with_one_row(name):
     twin, cache = DynamicCache(config=model.config), handle.new_cache(1, 128)
     poison(cache.state.pages)
     text = asked(1)["input_ids"]
-    for turn, more in enumerate(({}, {"repetition_penalty": 1.2}, {}, {})):
+    # The last choice of the second and the third turn is not followed by a step.
+    for new, more in ((9, {}), (2, {}), (2, {}), (5, {"repetition_penalty": 1.2}), (9, {})):
         mask = torch.ones_like(text)
-        given = {"max_new_tokens": 9 + turn, "attention_mask": mask, **GREEDY, **more}
+        given = {"max_new_tokens": new, "attention_mask": mask, **GREEDY, **more}
         want = model.generate(text, past_key_values=twin, **given)
         draft.texts = want
         assert torch.equal(ours.generate(text, **named(cache), **given), want)
@@ -114,24 +116,53 @@ def test_a_cache_after_an_error_of_the_draft(name):
     assert torch.equal(ours.generate(longer, **named(cache), **given), want)
 
 
-@pytest.mark.parametrize("most", [0, 1])
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_steps_without_graphs_that_verify(monkeypatch, name, most):
-    """Rounds go on without drafts: in graphs, or by the model's own layers."""
-    model, draft, own = hybrids.model(name), Oracle(), decode.graphed_steps
-    ours, handle = patched(model, draft)
+def fails(monkeypatch, most):
+    """Graphs that verify more than so many tokens of a row cannot be made."""
+    own = decode.graphed_steps
 
-    def fails(*args):
+    def made(*args):
         if args[-1] > most:
             raise NotCapturable("a step that verifies", "for a test")
         return own(*args)
 
-    monkeypatch.setattr(decode, "graphed_steps", fails)
+    monkeypatch.setattr(decode, "graphed_steps", made)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_steps_without_graphs_that_verify(monkeypatch, name, most):
+    """Rounds go on without drafts: in graphs, or by the model's own layers."""
+    model, draft = hybrids.model(name), Oracle()
+    ours, handle = patched(model, draft)
+    fails(monkeypatch, most)
     given = {**asked(3), "max_new_tokens": 6, "pad_token_id": 0}
     draft.texts = want = model.generate(**given)
     with pytest.warns(NotFast):
         assert torch.equal(ours.generate(**given), want)
     assert handle.took.decode == ("breakable" if most else "hf")
+
+
+def test_an_error_half_way_of_a_step_that_verifies(monkeypatch):
+    """Some states have read tokens that others have not: the cache is not used again."""
+    ours, own = copy.deepcopy(hybrids.model("lfm2")), convolutions.causal_conv1d
+    how = auto(compile_after=None)
+    handle = attnops.patch(ours, cache="paged", decode=how, speculate="lookup")
+    fails(monkeypatch, 0)
+    steps = []
+
+    def second(*args, **kwargs):
+        if "accepted" in kwargs:
+            steps.append(1)
+            if len(steps) == 2:
+                raise KeyError("the op's own")
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(convolutions, "causal_conv1d", second)
+    given = {"max_new_tokens": 6, **named(handle.new_cache(1, 64)), **GREEDY}
+    with pytest.warns(NotFast), pytest.raises(KeyError, match="the op's own"):
+        ours.generate(asked(1)["input_ids"], **given)
+    with pytest.raises(InvalidInput, match="did not reach every layer"):
+        ours.generate(torch.arange(1, 20)[None], **given)
 
 
 def test_more_drafts_than_a_call_before():

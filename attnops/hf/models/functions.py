@@ -85,7 +85,7 @@ def requests_of(
     return {"cu_seqlens_q": starts, "max_seqlen_q": tokens, "fresh": fresh, "padded": False}
 
 
-def kept_of(view: Any, conv: bool = False) -> dict[str, Tensor]:
+def kept_of(view: Any, conv: bool = False) -> dict[str, Any]:
     """Arguments of an op for tokens that may be taken back; none where none may be. view: as
     `requests_of` has it. conv: of the convolution."""
     if view is None or view.states.kept is None:

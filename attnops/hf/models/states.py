@@ -46,11 +46,11 @@ class Kept(NamedTuple):
     inputs: dict[str, Tensor]
     accepted: Tensor
 
-    def of_conv(self) -> dict[str, Tensor]:
+    def of_conv(self) -> dict[str, Any]:
         """Arguments of the convolution."""
         return {"kept_x": self.conv, "accepted": self.accepted}
 
-    def of_op(self) -> dict[str, Tensor]:
+    def of_op(self) -> dict[str, Any]:
         """Arguments of the other op."""
         return {**self.inputs, "accepted": self.accepted}
 
@@ -81,7 +81,7 @@ class AllStates:
         found, self.tensors = self._stacked(
             [((e.conv, e.conv_dtype), (e.state, e.state_dtype)) for e in sizes]
         )
-        self.layers = tuple(States(*each) for each in found)
+        self.layers = tuple(States(conv, state) for conv, state in found)
         self.kept: tuple[Kept, ...] = ()
         self.written = self.tensors
         self.slots = 0
@@ -91,16 +91,17 @@ class AllStates:
         """Of these, and of what is kept."""
         return sum(t.nbytes for t in self.written)
 
-    def keep(self, names: Sequence[str], sizes: Sequence[Memory], slots: int) -> None:
+    def keep(self, names: Sequence[Sequence[str]], sizes: Sequence[Memory], slots: int) -> None:
         """Keep the inputs of tokens from now on. sizes: of each layer those of one token, of its
-        convolution and of the arguments of these names. slots: R, twice the tokens of a step at
+        convolution and of the arguments of its names. slots: R, twice the tokens of a step at
         least."""
         by_slot = [tuple((torch.Size((slots, *n)), dtype) for n, dtype in each) for each in sizes]
         found, tensors = self._stacked(by_slot)
         accepted = torch.zeros(self._rows + 1, 2, dtype=torch.int32, device=self._device)
         self.behind = torch.zeros(self._rows + 1, dtype=torch.int64, device=self._device)
         self.kept = tuple(
-            Kept(conv, dict(zip(names, inputs, strict=True)), accepted) for conv, *inputs in found
+            Kept(conv, dict(zip(of, inputs, strict=True)), accepted)
+            for of, (conv, *inputs) in zip(names, found, strict=True)
         )
         self.written = *self.tensors, *tensors, accepted, self.behind
         self.slots = slots

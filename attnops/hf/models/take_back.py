@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnops.hf.models.recurrent import BY_OP, conv_of, modules_with_states
-from attnops.hf.models.states import Memory, States, StateSizes
+from attnops.hf.models.states import Memory, StateSizes
 from attnops.ops.recurrent.conv import causal_conv1d
 from attnops.ops.recurrent.record import gated_delta_rule
 from attnops.ops.recurrent.scan import mamba2_scan
@@ -22,17 +22,6 @@ NAMES: dict[str, tuple[str, ...]] = {
 """What is kept of a token beside the input of its convolution, by op."""
 
 
-def why_not(model: nn.Module, cache: Any) -> str:
-    """Why the states of a cache cannot take tokens back; "" where they can."""
-    taken = modules_with_states(model)
-    others = [number for number in cache.states if number not in taken]
-    if others:
-        return f"layers {others} have states that no op of attnops moves"
-    if len({taken[number][1] for number in cache.states}) > 1:
-        return "the states of different layers are moved by different ops"
-    return ""
-
-
 def begin(model: nn.Module, cache: Any, tokens: int, lengths: Tensor) -> bool:
     """Begin to keep the tokens of steps that verify up to so many of a row. Returns whether memory
     for fewer, which graphs may hold, is gone.
@@ -41,13 +30,13 @@ def begin(model: nn.Module, cache: Any, tokens: int, lengths: Tensor) -> bool:
     """
     pages = cache.state.pages
     states, slots = pages.states, 2 * tokens
-    had = states.slots
+    had: int = states.slots
     if had < slots:
         taken, sizes = modules_with_states(model), pages.sizes.states
         modules = [taken[number] for number in cache.states]
         memory = [_memory(*each, of) for each, of in zip(modules, sizes, strict=True)]
         pages.stream.leave(*states.written)
-        states.keep(NAMES[modules[0][1]], memory, slots)
+        states.keep([NAMES[op] for _, op in modules], memory, slots)
         pages.stream.own(*states.written)
         pages.use()
     states.begin(lengths)
@@ -75,11 +64,11 @@ def settle(model: nn.Module, cache: Any, lengths: Tensor) -> None:
     states, rows = cache.state.pages.states, lengths.shape[0]
     states.accept(lengths, torch.ones_like(lengths, dtype=torch.bool))
     starts = torch.zeros(rows + 1, dtype=torch.int32, device=lengths.device)
-    none = {"cu_seqlens_q": starts, "max_seqlen_q": 0, "padded": False}
+    none: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 0, "padded": False}
     taken = modules_with_states(model)
     for number, place in cache.states.items():
         module, op = taken[number]
-        own = states.of(place, rows, keeps=True)
+        own: Any = states.of(place, rows, keeps=True)
         weight = conv_of(module).weight[:, 0].to(own.conv.dtype)
         given = own.kept.of_conv()
         causal_conv1d(given["kept_x"][0, :0], weight, own.conv, **given, **none)
@@ -87,18 +76,17 @@ def settle(model: nn.Module, cache: Any, lengths: Tensor) -> None:
             _SETTLES[op](module, own, none)
 
 
-def _settle_rule(module: Any, own: States, none: dict[str, Any]) -> None:
+def _settle_rule(module: Any, own: Any, none: dict[str, Any]) -> None:
     given = own.kept.of_op()
     key, value, decay, beta = (given[name][0, :0] for name in NAMES["gated_delta_rule"])
     gated_delta_rule(key, key, value, decay, beta, own.state, normalize=True, **given, **none)
 
 
-def _settle_scan(module: Any, own: States, none: dict[str, Any]) -> None:
+def _settle_scan(module: Any, own: Any, none: dict[str, Any]) -> None:
     given = own.kept.of_op()
     x, dt, b = (given[name][0, :0] for name in NAMES["mamba2_scan"])
-    rate, bias = -module.A_log.float().exp(), module.dt_bias
-    more = {"dt_bias": bias, "dt_softplus": True}
-    mamba2_scan(x, dt, rate, b, b, own.state, **more, **given, **none)
+    given |= {"dt_bias": module.dt_bias, "dt_softplus": True}
+    mamba2_scan(x, dt, -module.A_log.float().exp(), b, b, own.state, **given, **none)
 
 
 _SETTLES = {"gated_delta_rule": _settle_rule, "mamba2_scan": _settle_scan}

@@ -257,7 +257,8 @@ class Here:
             return None
         state = self.cache.state
         requests = step.batch.cu_seqlens_q.shape[0] - 1
-        return state.pages.states.of(self.cache.states[number], requests, state.verifies)
+        own: States = state.pages.states.of(self.cache.states[number], requests, state.verifies)
+        return own
 
     def module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of a module beside the layers."""

@@ -272,14 +272,14 @@ def is_stock(owner: Any, name: str) -> bool:
     return found is None and known
 
 
-class _KeepsLogits(GenerationMixin):
-    """A model that is asked for the logits of some last tokens, as several of transformers are."""
+class _KeepsLogits:
+    """A model that asks for the logits of some last tokens, as several of transformers do."""
 
     config: Any
 
-    def prepare_inputs_for_generation(self, input_ids, **kwargs):  # type: ignore[no-untyped-def]
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
         kwargs["logits_to_keep"] = self.config.num_logits_to_keep
-        model_inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        model_inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
         return model_inputs
 
 

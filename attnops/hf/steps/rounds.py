@@ -63,8 +63,6 @@ def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
         yield f"decode={decoder.how.mode!r}, and drafts are for 'auto'"
     if deterministic(active_policy()):
         yield "under a deterministic policy steps of other sizes may choose other bits"
-    if why := take_back.why_not(asked.owner, cache):
-        yield why
     if cache.state.pages.plans() is not None:
         yield "the kernel needs a plan of the host, which steps with drafts do not have"
     if follow_length(asked.owner):
@@ -155,7 +153,7 @@ class Rounds:
                     pages.seen.copy_((self._round.stored + padding)[0])
                     pages.pad.fill_(EMPTY)
                     pages.pad[:1].copy_(padding)
-                    if self._kept and self._cache.states:
+                    if self._kept and self._cache.states and self._cache.state.whole:
                         take_back.settle(asked.owner, self._cache, self._round.stored)
         if asked.streamer is not None:
             asked.streamer.end()
