@@ -37,7 +37,7 @@ from torch import Tensor
 from attnops.core.record import changed, values
 from attnops.core.rounding import Allowed, Results, in_float64, roundoff, step
 from attnops.ops.recurrent import scan_bound
-from attnops.ops.recurrent.kept import over_accepted
+from attnops.ops.recurrent.kept_reference import over_accepted
 from attnops.ops.recurrent.reference import (
     RULE_KEEPS,
     causal_conv1d,

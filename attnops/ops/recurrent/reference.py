@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnops.core.tensors import compact, wide
-from attnops.ops.recurrent.kept import keep, over_accepted
+from attnops.ops.recurrent.kept_reference import keep, over_accepted
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.conv import CausalConv1d, CausalConv1dBackward

@@ -320,5 +320,5 @@ def conv(
         x = tl.load(
             x_ptr + t.to(tl.int64)[:, None] * x_t + wide_c[None, :] * x_c, mask=here, other=0.0
         )
-        slot = (behind + (t - begin)) % SLOTS
-        tl.store(kept_ptr[None, :] + slot[:, None] * channels, x, mask=here)
+        into = (behind + (t - begin)) % SLOTS
+        tl.store(kept_ptr[None, :] + into[:, None] * channels, x, mask=here)
