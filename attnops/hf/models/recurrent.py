@@ -142,9 +142,8 @@ def served(cls: Any) -> type:
         if isinstance(states, StateLayer):
             states.begin(hidden_states.shape[0])
             if (view := states.verified(hidden_states.shape[1])) is not None:
-                args = tuple(view if x is cache else x for x in args)
-                kwargs = {name: view if x is cache else x for name, x in kwargs.items()}
-                out = forward(self, hidden_states, *args, **kwargs)
+                others, named = _handed(cache, view, args, kwargs)
+                out = forward(self, hidden_states, *others, **named)
                 states.end()
                 return out
         stock = not is_dynamo_compiling() and (is_recorded() or tracing())
@@ -170,6 +169,14 @@ def _are_texts_moved(module: Any, cache: Any, tokens: int, given: Mapping[str, A
 def _cache_in(given: Iterable[Any]) -> Any:
     """The cache among a module's arguments, or its part of a step; None without one."""
     return next((x for x in given if isinstance(x, (Cache, OfStates))), None)
+
+
+def _handed(
+    cache: Any, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module with its part of a step in place of the cache."""
+    others = tuple(view if x is cache else x for x in args)
+    return others, {name: view if x is cache else x for name, x in kwargs.items()}
 
 
 def rebound(function: Function, names: Mapping[str, Function]) -> Function:
