@@ -53,6 +53,21 @@ def test_tokens_are_those_of_plain_decoding(kind):
             assert worth(handle) > 1.7
 
 
+@pytest.mark.parametrize("drafts", [Oracle, Branches, None])
+def test_a_penalty_counts_the_drafts_before_a_token(drafts):
+    """A penalty below 1 makes texts that repeat themselves, which are looked up."""
+    model, draft = tiny.model("llama"), (drafts or Oracle)(9)
+    ours, handle = patched(model, draft if drafts else "lookup")
+    for rows, penalty in ((1, 1.5), (3, 2.5), (3, 0.7)):
+        given = {**asked(rows), "max_new_tokens": 40, "repetition_penalty": penalty}
+        given |= {"min_new_tokens": 9, "eos_token_id": 125, "pad_token_id": 0}
+        draft.texts = want = model.generate(**given)
+        assert torch.equal(ours.generate(**given), want)
+        assert worth(handle) > (1.7 if drafts else 1.2 if penalty < 1 else 0.9)
+        plain = model.generate(**{**given, "repetition_penalty": 1.0})
+        assert not torch.equal(plain, want)
+
+
 LOOKED_UP = [{"prompt_lookup_num_tokens": 4}, {}]
 
 
@@ -195,7 +210,6 @@ def test_a_cache_that_the_caller_keeps(drafts):
 
 
 NONE = {
-    "a repetition penalty": {"repetition_penalty": 1.3},
     "the caller keeps their cache": {"return_dict_in_generate": True},
     "the streamer hears one of each": {"streamer": Streamer()},
 }
