@@ -6,7 +6,7 @@ import torch
 
 import attnops
 from attnops.hf import tiny
-from attnops.nn import Proposal
+from attnops.nn import Eagle3Head, Proposal
 from tests.hf.decoding import auto
 
 
@@ -68,3 +68,32 @@ class Branches(Oracle):
             deeper = depths.gather(1, before.clamp(min=0)) + 1
             depths[:, node] = torch.where(before >= 0, deeper, 0)[:, 0]
         return Proposal(self.after(state, depths), parents.to(torch.int32))
+
+
+STATES = (1, 2, 0)
+"""That a head reads."""
+
+
+def words_of(model, **more):
+    """The config of a head."""
+    config = model.config.get_text_config()
+    width = config.hidden_size
+    return {
+        "hidden_size": width,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 2 * width,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size // 2,
+        "eagle_aux_hidden_state_layer_ids": STATES,
+        **more,
+    }
+
+
+def head_of(model, seed=5, **more):
+    """A head with random weights."""
+    torch.manual_seed(seed)
+    head = Eagle3Head(words_of(model, **more))
+    if head.draft_vocab_size < head.vocab_size:
+        head.d2t.copy_(torch.arange(head.draft_vocab_size))  # every second word
+    return head

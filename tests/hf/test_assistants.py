@@ -11,9 +11,11 @@ import attnops
 from attnops.hf import tiny
 from attnops.hf.steps.assistant import Assistant
 from attnops.hf.steps.rounds import Depth
-from attnops.hf.steps.speculate import against_assistant
+from attnops.hf.steps.speculate import Plan, against_assistant, plan_of
 from tests.hf.decoding import auto
-from tests.hf.drafting import asked, assistant, patched, worth
+from tests.hf.drafting import asked, assistant, head_of, patched, worth
+
+COST = Plan.cost  # tests run without it, see the fixture
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -104,6 +106,18 @@ def test_an_assistant_elsewhere():
     assert "it is on cpu, and LlamaForCausalLM on meta" in against_assistant(away, other)
     other.forward = lambda *args, **kwargs: None
     assert "forward was replaced" in against_assistant(model, other)
+
+
+def test_what_drafts_cost():
+    """As a part of a step: eight steps of a model of the same size, and of a head with fewer
+    numbers."""
+    model, other = (
+        tiny.model("llama", num_hidden_layers=4),
+        tiny.model("llama", num_hidden_layers=1),
+    )
+    alike, small, head = (COST(plan_of(draft), model) for draft in (model, other, head_of(model)))
+    assert alike == 8 and small < 4 and 0 < head < alike
+    assert COST(plan_of("lookup"), model) == 0
 
 
 def test_an_assistant_is_not_held_after_a_call():

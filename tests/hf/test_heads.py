@@ -15,36 +15,8 @@ from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import rounds
 from attnops.hf.steps.heads import states_of
 from attnops.hf.steps.round_graph import Round
-from attnops.nn import Eagle3Head
 from tests.hf.decoding import auto
-from tests.hf.drafting import asked, worth
-
-STATES = (1, 2, 0)
-
-
-def words_of(model, **more):
-    """The config of a head."""
-    config = model.config.get_text_config()
-    width = config.hidden_size
-    return {
-        "hidden_size": width,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 2 * width,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.vocab_size // 2,
-        "eagle_aux_hidden_state_layer_ids": STATES,
-        **more,
-    }
-
-
-def head_of(model, seed=5, **more):
-    """A head with random weights."""
-    torch.manual_seed(seed)
-    head = Eagle3Head(words_of(model, **more))
-    if head.draft_vocab_size < head.vocab_size:
-        head.d2t.copy_(torch.arange(head.draft_vocab_size))  # every second word
-    return head
+from tests.hf.drafting import asked, head_of, words_of, worth
 
 
 @torch.no_grad()

@@ -172,7 +172,8 @@ class Loop:
                 if isinstance(tail, Tail):
                     return _decoded(asked, decoder, tail, logits)
                 assert plan is not None
-                rounds = Rounds(asked, decoder, tail, kept, read)
+                cost = plan.cost(owner)
+                rounds = Rounds(asked, decoder, tail, kept, read, cost)
                 return _drafted(rounds, asked, logits, plan)
         finally:
             with decoder.turn:

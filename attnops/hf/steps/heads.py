@@ -144,7 +144,8 @@ class HeadDrafts:
             rows = token_rows(batch.cu_seqlens_q, total).clamp(max=ids.shape[0] - 1)
             at = batch.positions + 1 + self._shift[rows]
             tokens = ids[rows, at.clamp(0, ids.shape[1] - 1)]
-            self._step(tokens, hidden, batch, tokens.new_zeros(1))
+            # Not recorded, as steps are: prompts are of all lengths.
+            self.head(self._given(tokens), hidden, **self._where(batch, tokens.new_zeros(1)))
         self.take(states[:, None])
 
     def wait(self, queries: int, counts: Tensor, stored: Tensor) -> None:
@@ -188,21 +189,24 @@ class HeadDrafts:
         self, tokens: Tensor, hidden: Tensor, batch: PagedBatch, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(the likeliest words of the target, int64 `[R]`; the head's states `[R, E]`) behind the
-        tokens int64 `[T]`, at `rows` int64 `[R]`; None: at all."""
-        given = tokens if self.head.embed_tokens is not None else self._embed(tokens)
-        keys, values = self.pages.layers[0]
-        where = {"rows": rows, "batch": batch, "k_pages": keys, "v_pages": values}
-        logits, state = self._run(given, hidden, where)
-        return self.head.to_target(logits.argmax(-1)), state
-
-    def _run(self, given: Tensor, hidden: Tensor, where: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The head, by fused linears where it can be recorded."""
+        tokens int64 `[T]`, at `rows` int64 `[R]`; None: at all. Linears are fused where the head
+        can be recorded."""
+        given, where = (self._given(tokens), hidden), self._where(batch, rows)
+        out: tuple[Tensor, Tensor] | None = None
         if self._kinds is not None:
             self._kinds.begin()
             try:
-                out: tuple[Tensor, Tensor] = self._kinds(self.head, 1, (given, hidden), where)
-                return out
+                out = self._kinds(self.head, 1, given, where)
             except NotRegional:
                 self._kinds = None
-        logits, state = self.head(given, hidden, **where)
-        return logits, state
+        logits, state = out or self.head(*given, **where)
+        return self.head.to_target(logits.argmax(-1)), state
+
+    def _given(self, tokens: Tensor) -> Tensor:
+        """Ids for a head that has embeddings, else those of the target."""
+        given: Tensor = tokens if self.head.embed_tokens is not None else self._embed(tokens)
+        return given
+
+    def _where(self, batch: PagedBatch, rows: Tensor | None) -> dict[str, Any]:
+        keys, values = self.pages.layers[0]
+        return {"rows": rows, "batch": batch, "k_pages": keys, "v_pages": values}

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from attnops.cache.paged import ordinary
@@ -80,8 +79,6 @@ def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
 def _why_rows(asked: Asked, kept: bool) -> Iterator[str]:
     """Each reason of what the call does with the tokens of its rows. kept: see `why_no_rounds`."""
     rows = asked.input_ids.shape[0]
-    if any(type(each) is RepetitionPenaltyLogitsProcessor for each in asked.processors):
-        yield "a repetition penalty follows the drafts of each token"
     if kept and rows > 1:
         yield "rows get different numbers of tokens, and the caller keeps their cache"
     if asked.streamer is not None and rows > 1:
@@ -93,10 +90,11 @@ class Depth:
 
     depths: those that there are graphs for, from 1 on. accepted: of 0 to 1, how often a draft was
     right. tokens: that a row got in rounds with a tree, on average.
+    cost: of the drafts of a round, as a part of a step of one token.
     """
 
-    def __init__(self, depths: tuple[int, ...], rows: int) -> None:
-        self.depths, self._rows = depths, rows
+    def __init__(self, depths: tuple[int, ...], rows: int, cost: float = 0.0) -> None:
+        self.depths, self._rows, self._cost = depths, rows, cost
         self.accepted, self._idle = _FIRST, 0
         self.tokens = inf
 
@@ -132,17 +130,24 @@ class Depth:
             tokens = self.tokens if queries > 1 else 1.0
         else:
             tokens = sum(self.accepted**n for n in range(queries))
-        return tokens / (1 + _COST * (queries - 1) * max(1, self._rows / 8))
+        drafts = self._cost if queries > 1 else 0.0
+        return tokens / (1 + drafts + _COST * (queries - 1) * max(1, self._rows / 8))
 
 
 class Rounds:
-    """The rounds of one call after its prompt. kept, read: see `why_no_rounds`."""
+    """The rounds of one call after its prompt. kept, read: of `why_no_rounds`. cost: of `Depth`."""
 
     def __init__(
-        self, asked: Asked, decoder: Decoder, made: Round, kept: bool, read: Sequence[Read]
+        self,
+        asked: Asked,
+        decoder: Decoder,
+        made: Round,
+        kept: bool,
+        read: Sequence[Read],
+        cost: float,
     ) -> None:
         self._asked, self._decoder, self._round = asked, decoder, made
-        self._kept, self._read = kept, read
+        self._kept, self._read, self._cost = kept, read, cost
         self._cache = cache_in(asked.given)
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
@@ -197,7 +202,7 @@ class Rounds:
 
     def _decode(self, out: Outputs, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
-        depth, offered = Depth(made.form.depths, self._rows), made.form.drafts
+        depth, offered = Depth(made.form.depths, self._rows, self._cost), made.form.drafts
         looks_up = draft is None and made.form.head is None
         counts = False  # the first tokens are the prompt's
         while True:

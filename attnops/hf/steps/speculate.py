@@ -46,6 +46,15 @@ class Plan(NamedTuple):
     draft: Draft | None = None
     assistant: Any = None
 
+    def cost(self, owner: Any) -> float:
+        """Of the drafts of a round, as a part of a step of the model: by the numbers that are read.
+        0.0 for lookups, and for an object, of which nothing is known."""
+        model = self.form.head if self.assistant is None else self.assistant
+        if model is None:
+            return 0.0
+        steps = self.form.drafts + 1
+        return steps * _numbers(model) / max(1, _numbers(owner))
+
     @contextmanager
     def drafts(self, asked: Asked) -> Iterator[Draft | None]:
         """What proposes the tokens of this call, which has read its prompt; None: none does."""
@@ -58,6 +67,12 @@ class Plan(NamedTuple):
             yield found
         finally:
             found.end()
+
+
+def _numbers(model: nn.Module) -> int:
+    """Of the weights of its linears, as far as they are modules: a step reads few rows of
+    embeddings, and of experts."""
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
 
 LOOKS_UP = Plan(Form())
