@@ -16,7 +16,7 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import decode
 from attnops.hf.steps.calls import StepInputs
-from attnops.hf.steps.round_graph import PROBE, News, Round
+from attnops.hf.steps.round_graph import PROBE, Kind, News, Round
 from attnops.hf.steps.rounds import Depth
 from attnops.hf.steps.sampler_graph import Choice
 from attnops.nn import Proposal
@@ -51,6 +51,21 @@ def test_tokens_are_those_of_plain_decoding(kind):
         assert handle.took.decode == "breakable" and handle.took.loop == ""
         if not ends:
             assert worth(handle) > 1.7
+
+
+@pytest.mark.parametrize("drafts", [Oracle, Branches, None])
+def test_a_penalty_counts_the_drafts_before_a_token(drafts):
+    """A penalty below 1 makes texts that repeat themselves, which are looked up."""
+    model, draft = tiny.model("llama"), (drafts or Oracle)(9)
+    ours, handle = patched(model, draft if drafts else "lookup")
+    for rows, penalty in ((1, 1.5), (3, 2.5), (3, 0.7)):
+        given = {**asked(rows), "max_new_tokens": 40, "repetition_penalty": penalty}
+        given |= {"min_new_tokens": 9, "eos_token_id": 125, "pad_token_id": 0}
+        draft.texts = want = model.generate(**given)
+        assert torch.equal(ours.generate(**given), want)
+        assert worth(handle) > (1.7 if drafts else 1.2 if penalty < 1 else 0.9)
+        plain = model.generate(**{**given, "repetition_penalty": 1.0})
+        assert not torch.equal(plain, want)
 
 
 LOOKED_UP = [{"prompt_lookup_num_tokens": 4}, {}]
@@ -195,7 +210,6 @@ def test_a_cache_that_the_caller_keeps(drafts):
 
 
 NONE = {
-    "a repetition penalty": {"repetition_penalty": 1.3},
     "the caller keeps their cache": {"return_dict_in_generate": True},
     "the streamer hears one of each": {"streamer": Streamer()},
 }
@@ -400,7 +414,7 @@ def test_a_choice_is_four_launches():
     choice = Choice(torch.device("cpu"), 2, 32, 16, ends=2, sampled=False, processors=())
     made = Round(choice, [], torch.nn.Embedding(16, 4))
     with Launches():
-        made._choose(8)
+        made._choose(Kind(8, ""))
     tail = [f"attnops::{op}" for op in ("advance_rows", "lookup_drafts", "next_inputs")]
     assert ran == ["aten::argmax", *tail]
 

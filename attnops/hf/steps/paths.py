@@ -19,13 +19,15 @@ class Paths:
     """Of B rows of N nodes at most.
 
     parents: int32 `[B, N]`, of the next input, as in `accept`. Of a chain too, so that one graph
-    accepts both. depths: int64 `[B, N]`, 0 for the root.
+    accepts both. depths: int64 `[B, N]`, 0 for the root. seen: bool `[B, N, N]`, which nodes are on
+    the way to each node.
     """
 
     def __init__(self, rows: int, most: int, device: torch.device) -> None:
         with ordinary():
             self.parents = torch.zeros((rows, most), dtype=torch.int32, device=device)
             self.depths = torch.zeros_like(self.parents, dtype=torch.int64)
+            self.seen = self.depths.new_zeros((rows, most, most), dtype=torch.bool)
             self._most = torch.full((rows,), most, dtype=torch.int32, device=device)
             self._columns = torch.arange(most, dtype=torch.int32, device=device)
             self._rows = torch.arange(rows, device=device).repeat(2)
@@ -36,7 +38,7 @@ class Paths:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Its buffers."""
-        return self.parents, self.depths
+        return self.parents, self.depths, self.seen
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +50,7 @@ class Paths:
         if parents is None:
             self.parents.copy_(self._columns - 1)
             self.depths.copy_(self._columns)
+            self.seen.copy_(self._columns[:, None] >= self._columns)
             return
         rows, most = self.parents.shape
         some = parents[:, : most - 1]
@@ -55,7 +58,8 @@ class Paths:
         # The root is the first node.
         self.parents[:, 1 : 1 + some.shape[1]].copy_(some + 1)
         seen = tree_mask(self.parents, self._most, num_keys=most)
-        torch.sum(seen.view(rows, most, most), 2, out=self.depths).sub_(1)
+        self.seen.copy_(seen.view(rows, most, most))
+        torch.sum(self.seen, 2, out=self.depths).sub_(1)
 
     def use(
         self,

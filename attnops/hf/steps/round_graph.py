@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from attnops.cache.paged import ordinary
 from attnops.core.record import need
@@ -317,16 +318,30 @@ class Round:
             depths = self._columns if self.paths is None else self.paths.depths
             at = self.seq_lens[:, None] + depths[..., :queries]
             lengths.copy_(at.reshape(-1, 1))
-        seen = self.input[:, :queries]
+        penalised = any(type(each) is RepetitionPenaltyLogitsProcessor for each in self._processors)
+        # The others do not look at tokens.
+        before = self._before(queries) if penalised else self.tokens
         for processor in self._processors:
             if isinstance(processor, Held):
                 processor.length = lengths
-            scores = processor(seen.reshape(-1, 1), scores)
+            scores = processor(before, scores)
         if self._noise is None:
             chosen = torch.argmax(scores, dim=-1)
         else:
             chosen = drawn(torch.softmax(scores, dim=-1), self._noise[: rows * queries])
         return chosen.view(rows, queries)
+
+    def _before(self, queries: int) -> Tensor:
+        """int64 `[B * N, L]`: the text of each row, and the nodes on the way to each of its nodes.
+        The root, which is one of them, stands where there is nothing."""
+        nodes, columns = self.input[:, :queries], self._columns[:queries]
+        written = torch.arange(self.tokens.shape[1], device=nodes.device) < self.seq_lens[:, None]
+        text = torch.where(written, self.tokens, nodes[:, :1])
+        on_way = columns[:, None] >= columns
+        if self.paths is not None:
+            on_way = self.paths.seen[:, :queries, :queries]
+        ways = torch.where(on_way, nodes[:, None], nodes[:, :1, None])
+        return torch.cat((text[:, None].expand(-1, queries, -1), ways), 2).flatten(0, 1)
 
     def _draft(self, found: Tensor) -> None:
         """Make the next input: the last token of each row, and its drafts int64 `[B, K]`."""

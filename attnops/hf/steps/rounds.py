@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from attnops.cache.paged import ordinary
@@ -80,8 +79,6 @@ def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
 def _why_rows(asked: Asked, kept: bool) -> Iterator[str]:
     """Each reason of what the call does with the tokens of its rows. kept: see `why_no_rounds`."""
     rows = asked.input_ids.shape[0]
-    if any(type(each) is RepetitionPenaltyLogitsProcessor for each in asked.processors):
-        yield "a repetition penalty follows the drafts of each token"
     if kept and rows > 1:
         yield "rows get different numbers of tokens, and the caller keeps their cache"
     if asked.streamer is not None and rows > 1:
