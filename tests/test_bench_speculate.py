@@ -42,19 +42,23 @@ def test_rounds_beside_steps(graphs):
     each = {way: row["tokens_a_round"] for way, row in found.items() if way != "attnops"}
     # Of 16 tokens, behind the prompt's own.
     rounds = {"lookup_1": 8, "lookup_3": 4, "lookup_4": 4, "lookup_7": 2}
-    rounds |= {"right_0": 16, "right_100": 2}
+    rounds |= {"right_0": 16, "right_100": 2, "eagle3_0": 16, "eagle3_100": 3}
+    rounds |= {f"tree_{nodes}": 2 for nodes in (8, 16, 32, 64)}
     for way, count in rounds.items():
         assert each[f"attnops_{way}"] == round(16 / count, 2)
-    assert 1.5 < each["attnops_right_80"] < each["attnops_right_100"]
+    for kind in ("right", "eagle3"):
+        assert 1.5 < each[f"attnops_{kind}_80"] < each[f"attnops_{kind}_100"]
 
 
 def test_a_wrong_text_has_no_time(graphs, monkeypatch):
     """Every draft is accepted, though it is wrong."""
 
-    def accept(drafts, target):
-        return None, torch.full_like(drafts[:, 0], drafts.shape[1] - 1, dtype=torch.int32)
+    own = round_graph.advance_rows
 
-    monkeypatch.setattr(round_graph, "accept", accept)
+    def agree(drafts, target, *given, **more):
+        own(drafts, torch.cat([drafts[:, 1:], target[:, -1:]], 1), *given, **more)
+
+    monkeypatch.setattr(round_graph, "advance_rows", agree)
     found = rows()
     wrong = found["attnops_right_0"]
     assert wrong["wrong"].startswith("wrong: off by") and "median_us" not in wrong

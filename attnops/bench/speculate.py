@@ -9,8 +9,12 @@ writes another text has no time; of attention the text says nothing, and the sui
 and `_7`: as many tokens are looked up in the text. It repeats after 64 tokens, so that all are
 right after a prompt that is as long. `attnops_lookup_7` is `speculate="lookup"`.
 `attnops_right_0`, `_80`, `_100`: an object drafts seven tokens. Each is right with this
-probability, in percent. `hf`, `hf_lookup`: transformers, which looks up for one row alone; they run
-only if `--ways` names them.
+probability, in percent. `attnops_eagle3_0`, `_80`, `_100`: an EAGLE-3 head of the model's shape
+drafts five, with all of its launches and bytes. The logit of a word that is so often right is
+raised. `attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many nodes, the root
+included. One branch is right, seven tokens deep, and its tokens come after their wrong siblings.
+`hf`, `hf_lookup`: transformers, which looks up for one row alone; they run only if `--ways`
+names them.
 
 Times are those of a token, from calls in turns, each less the time of a call for one token.
 `tokens_a_round`: tokens of a row. `round_us`: of a round, and `of_step` that over a step of
@@ -27,16 +31,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import attnops.hf
 from attnops.bench import Point, Setup, generate, models, ways
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
-from attnops.nn import DraftState, Proposal
+from attnops.nn import DraftState, Eagle3Head, Proposal
 from attnops.tune.clock import Timed, Times, steps_us
 
 SUITE, PLAIN = "speculate", "attnops"
 NEW = {"toy": 17, "small": 41, "quick": 81, "full": 241}
 """The first of them is the prompt's. The others fill whole rounds of 2, 4, 5 and 8 tokens."""
-RIGHT = {"attnops_right_0": 0.0, "attnops_right_80": 0.8, "attnops_right_100": 1.0}
-"""Ways whose drafts are right with this probability."""
+ODDS = {"0": 0.0, "80": 0.8, "100": 1.0}
+RIGHT, HEADS = (
+    {f"attnops_{kind}_{often}": odds for often, odds in ODDS.items()}
+    for kind in ("right", "eagle3")
+)
+"""Ways whose drafts, or whose head's, are right with this probability."""
+TREES = {f"attnops_tree_{nodes}": nodes for nodes in (8, 16, 32, 64)}
+"""Ways that draft trees of so many nodes."""
+HEAD = "attnops_eagle"
+"""The kind of the second."""
+WORDS = 32_000
+"""Draft words of a head, at most."""
+NUMBERS, STRIDE = 4096, 7919
+"""Random numbers of a head, and the distance between those of a position and the next."""
 DRAFTS = 7
 CYCLE = 64
 """Tokens after which a text repeats."""
@@ -86,6 +103,69 @@ class Guesses:
         return Proposal(torch.where(odds < self.right, known, last))
 
 
+class KnownTree(Guesses):
+    """A tree of so many nodes, with one right branch."""
+
+    def __init__(self, known: Tensor, nodes: int) -> None:
+        super().__init__(known)
+        self.num_drafts = nodes - 1
+        at = torch.arange(self.num_drafts, device=known.device)
+        self._depths = at * DRAFTS // self.num_drafts
+        first = torch.searchsorted(self._depths, self._depths)
+        self._is_right = at == torch.searchsorted(self._depths, self._depths, right=True) - 1
+        self._parents = (first - 1).to(torch.int32)
+
+    def propose(self, state: DraftState) -> Proposal:
+        """As of a chain."""
+        last = state.tokens.gather(1, state.position[:, None].long())
+        right = self._known[last[:, 0]][:, self._depths]
+        parents = self._parents.expand(len(last), -1)
+        return Proposal(torch.where(self._is_right, right, last), parents)
+
+
+class KnownHead(Eagle3Head):
+    """A head with random weights, which knows the text. right: `[]`, the probability of each of its
+    words to be.
+
+    known: of `teach`. text: int64 `[N]`, tokens that are words of the head.
+    """
+
+    def __init__(self, model: Any, known: Tensor, text: Tensor) -> None:
+        config, embeddings = model.config.get_text_config(), model.get_input_embeddings()
+        names = "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"
+        words = {name: getattr(config, name) for name in (*names, "vocab_size")}
+        words["draft_vocab_size"] = min(WORDS, config.vocab_size)
+        layers = config.num_hidden_layers
+        low, high = min(2, layers - 1), max(layers - 3, 0)
+        words["eagle_aux_hidden_state_layer_ids"] = (low, layers // 2, high)
+        place = {"device": known.device, "dtype": embeddings.weight.dtype}
+        super().__init__(words, **place)
+        self.requires_grad_(False)
+        self.embed_tokens = embeddings
+        ids = torch.cat([text.unique(), torch.arange(len(known), device=known.device)])
+        first = torch.unique_consecutive(ids.sort(stable=True).values)
+        of_text = torch.isin(first, text)
+        kept = torch.cat([first[of_text], first[~of_text]])[: self.draft_vocab_size].sort().values
+        self.d2t.copy_(kept - torch.arange(len(kept), device=kept.device))
+        self._words = torch.zeros(len(known), dtype=torch.int64, device=known.device)
+        self._words[kept] = torch.arange(len(kept), device=kept.device)
+        self._known, self.right = known[:, 1], torch.ones((), device=known.device)
+        numbers = torch.Generator(known.device).manual_seed(0)
+        self._odds = torch.rand(NUMBERS, generator=numbers, device=known.device)
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, *, rows: Tensor | None = None, **where: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As of any head. A wrong word is the last token again."""
+        logits, hidden = super().forward(tokens, hidden, rows=rows, **where)
+        last, at = tokens, where["batch"].positions
+        if rows is not None:
+            last, at = last[rows], at[rows]
+        odds = self._odds[(at * STRIDE + last) % NUMBERS]
+        found = torch.where(odds < self.right, self._known[last], last)
+        return logits.scatter_(-1, self._words[found][:, None], torch.inf), hidden
+
+
 class Calls:
     """Calls of `generate()` at one point, whose text is `want`."""
 
@@ -95,7 +175,8 @@ class Calls:
         self.want = text_from(first, point.context + self.new, len(known))
         given = generate.arguments(setup, model, point, self.new)
         self._given = {**given, "inputs": self.want[:, : point.context]}
-        self._draft = Guesses(known)
+        self._draft, self._known = Guesses(known), known
+        self._heads: list[KnownHead] = []
         self._made: dict[str, tuple[Any, Any]] = {}
 
     def way(self, name: str, how: ways.How) -> Way:
@@ -107,6 +188,8 @@ class Calls:
 
         def text() -> Tensor:
             self._draft.right = RIGHT.get(name, 1.0)
+            for head in self._heads:
+                head.right.fill_(HEADS.get(name, 1.0))
             written: Tensor = one.generate(**given)
             took = None if handle is None else handle.took
             if took is not None:
@@ -134,9 +217,18 @@ class Calls:
         several: a model keeps few large graphs of rounds."""
         kind = kind_of(name)
         if kind not in self._made:
-            if name in RIGHT:
-                how = replace(how, patch={**(how.patch or {}), "speculate": self._draft})
-            self._made[kind] = models.patched(self._model, how)
+            if name in RIGHT or name in TREES:
+                draft = KnownTree(self._known, TREES[name]) if name in TREES else self._draft
+                how = replace(how, patch={**(how.patch or {}), "speculate": draft})
+            model = self._model
+            if kind == HEAD:
+                model = models.twin(model)
+                head = KnownHead(model, self._known, self.want.flatten())
+                self._heads.append(head)
+                handle = attnops.hf.patch(model, **{**(how.patch or {}), "speculate": head})
+                self._made[kind] = model, handle
+            else:
+                self._made[kind] = models.patched(model, how)
         return self._made[kind]
 
     def clock(self, steps: Mapping[str, Timed]) -> Times:
@@ -160,8 +252,9 @@ class Calls:
 
 
 def kind_of(name: str) -> str:
-    """Of a way, without the number at the end of its name."""
-    return name.rstrip("_0123456789")
+    """Of a way, without the number at the end of its name. Trees of other sizes have graphs of
+    their own."""
+    return name if name in TREES else name.rstrip("_0123456789")
 
 
 @torch.no_grad()

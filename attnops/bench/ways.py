@@ -115,7 +115,12 @@ WAYS: dict[str, dict[str, How]] = {
             f"attnops_lookup_{tokens}": How({}, given={**NGRAM, LOOKUP: tokens}, device="cuda")
             for tokens in (1, 3, 4, 7)
         },
-        **{f"attnops_right_{often}": How({}, device="cuda") for often in (0, 80, 100)},
+        **{
+            f"attnops_{kind}_{often}": How({}, device="cuda")
+            for kind in ("right", "eagle3")
+            for often in (0, 80, 100)
+        },
+        **{f"attnops_tree_{nodes}": How({}, device="cuda") for nodes in (8, 16, 32, 64)},
         "hf": How(asked=True),
         "hf_lookup": How(given={**NGRAM, LOOKUP: 7}, asked=True),
     },

@@ -273,7 +273,7 @@ class Pages:
         need(paths.dim() == 2 and paths.shape[0] == batch, "paths", tuple(paths.shape), want)
         if paths.numel() and step.slots.numel():
             for number in range(len(self.tables)):
-                self._copy(number, *moves(step.of(number), paths), group=paths.shape[1])
+                self.copy_slots(number, *moves(step.of(number), paths), group=paths.shape[1])
 
     def free(self, request: int) -> None:
         """End a request and give back the pages that no fork shares. Raises UnknownRequest."""
@@ -370,9 +370,9 @@ class Pages:
         slots = pairs.view(-1, 2, 1) * self.page_size
         slots = slots + torch.arange(self.page_size, device=pairs.device)
         source, target = (each.flatten() for each in slots.unbind(1))
-        self._copy(number, source, target)
+        self.copy_slots(number, source, target)
 
-    def _copy(self, number: int, source: Tensor, target: Tensor, group: int = 0) -> None:
+    def copy_slots(self, number: int, source: Tensor, target: Tensor, group: int = 0) -> None:
         """`copy_kv` in all layers of a page table."""
         for owner, _, (keys, *values) in self.allocations:
             if owner == number:

@@ -70,7 +70,8 @@ def _early(
     several processes, where collectives of a prompt in vain would meet those of another step."""
     follows = is_stock(generation.owner, "generate") and not several_processes()
     asked = asked_of(args, kwargs) if follows else None
-    if paged is None or asked is None:
+    # A draft head reads the states of a prompt, of which one that starts early keeps none.
+    if paged is None or asked is None or paged.loop.head is not None:
         yield
         return
     room = paged.early.room(asked)

@@ -66,6 +66,7 @@ class Generation:
     asked: the sizes of the pages that its cache was asked for with (`page_sizes.Sizes`), or None.
     early: its prompt, where that started early (`hf.steps.early`), or None.
     read: (the last mask that the host has read, its version, what it read), or (), see `on_host`.
+    hidden: of its prompt so far (`hf.steps.hidden.Read`), for a draft head; None: nothing reads it.
     """
 
     owner: nn.Module | None = None
@@ -91,6 +92,7 @@ class Generation:
     asked: Any = None
     early: Any = None
     read: tuple[Any, ...] = ()
+    hidden: list[Any] | None = None
 
     def note(self, new: Verdict) -> None:
         """Take the check of one more mask into account."""
@@ -147,6 +149,14 @@ def on_host(mask: Tensor) -> Tensor:
         running.read = mask, mask._version, mask.to("cpu", torch.bool)
     read: Tensor = running.read[2]
     return read
+
+
+def note_read(hidden: list[Any]) -> None:
+    """Hand on the hidden states of a prompt, or of a part of it."""
+    running = running_generation()
+    if running is not None and running.hidden is not None:
+        running.hidden += hidden
+    hidden.clear()
 
 
 @contextmanager

@@ -56,6 +56,7 @@ from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.decode_loop import Loop
 from attnops.hf.steps.early import EarlyPrompts, lent
+from attnops.hf.steps.hidden import noting, reading
 from attnops.hf.steps.model_facts import Facts, ModelFacts
 from attnops.hf.steps.options import Decode, checked
 from attnops.hf.steps.precompile import begin, under_way
@@ -196,7 +197,7 @@ class PagedMode:
                 self._decoder = Decoder(
                     self._owner,
                     self.decode,
-                    self._forward.original,
+                    reading(self._forward.original, self.loop.reads(self._owner)),
                     functools.partial(self._over, filled=True),
                 )
             return self._decoder
@@ -351,8 +352,7 @@ class PagedMode:
                 return CausalLMOutputWithPast(logits=cast(Any, logits), **named(cache))
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
         # Of one token a row, only the first call of a generate() is known to be a prompt.
-        first = generation is not None and generation.checked is None
-        least = 1 if first else 2
+        least = 1 if generation is not None and generation.checked is None else 2
         logits = decoder.try_prompt(given) if calls.is_prompt(given, least) else None
         if logits is None:
             decoder.look = True
@@ -360,7 +360,10 @@ class PagedMode:
                 cache.state.follow_early()
                 may_have_graphs = decoder.how.mode == "auto" and not decoder.aside
                 cache.state.waits = may_have_graphs and under_way()
-            out = method.original(*args, **kwargs)
+            forward = method.original
+            if generation is not None and generation.hidden is not None:
+                forward = noting(decoder.forward, cache.state.pages, generation.hidden)
+            out = forward(*args, **kwargs)
             decoder.prompts.begin(decoder.turn)
             return out
         if generation is not None:
@@ -375,11 +378,12 @@ class PagedMode:
         logits = None
         if calls.serves(kwargs, cache) and generation.checked is cache.state.pages.pad:
             asked = calls.StepInputs(kwargs["input_ids"], kwargs.get("position_ids"))
-            logits = decoder.try_step(asked, cache)
+            out = decoder.try_step(asked, cache)
+            logits = None if out is None else out.logits
         # Not a prompt of one token without padding, of which transformers 5.23 hands no mask on.
         if logits is None and generation.checked is not None and calls.could_serve(kwargs, cache):
             decoder.plain_steps += 1
-            self._warn_of_arguments(calls.more(kwargs))
+            calls.warn_of(self._owner, calls.more(kwargs))
         return logits
 
     def prepare(
@@ -488,14 +492,6 @@ class PagedMode:
                     "not pages"
                 )
                 warnings.warn(text, stacklevel=5)
-
-    def _warn_of_arguments(self, names: Sequence[str]) -> None:
-        """Warn of arguments that keep steps out of graphs, unless the caller asks for what they
-        return."""
-        unasked = [name for name in names if not name.startswith("output_")]
-        if names and len(unasked) == len(names):
-            why = f"they get {', '.join(names)}, and graphs take tokens and positions alone"
-            not_fast.warn(self._owner, not_fast.GRAPHS, why)
 
     def _reasons(self, call: Call, rows: int) -> Iterator[Reason]:
         """Why this `generate()`, of a batch of so many rows, gets no pages of ours."""

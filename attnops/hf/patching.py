@@ -41,7 +41,7 @@ from attnops.hf.report import UNSETTLED, Report, Took, attending, notes_of, said
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.reasons import callers_choice
-from attnops.hf.steps.speculate import Speculate, check
+from attnops.hf.steps.speculate import Speculate, taken
 from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
@@ -462,10 +462,11 @@ def patch(
             as transformers does it; "auto": on a GPU graphs that need no compiler, and
             piecewise ones after `Patched.capture`. A `Decode` has more to set.
         speculate: what drafts tokens that a step of `generate()` then verifies at once
-            (docs/speculation.md): "lookup": the row's own text; a patched transformers model with
-            the same words; an object with `propose`, see `attnops.nn.Draft`. None: nothing, but
-            where a call has transformers' `prompt_lookup_num_tokens=` or `assistant_model=`. Greedy
-            tokens are those of plain decoding, and samples have its distribution.
+            (docs/speculation.md): "lookup": the row's own text; the folder of an EAGLE-3
+            checkpoint, or its `attnops.nn.Eagle3Head`; a patched transformers model with the same
+            words; an object with `propose`, see `attnops.nn.Draft`. None: nothing, but where a call
+            has transformers' `prompt_lookup_num_tokens=` or `assistant_model=`. Greedy tokens are
+            those of plain decoding, and samples have its distribution.
 
     Returns:
         The handle. A second call on the same model returns the same handle.
@@ -500,8 +501,8 @@ def patch(
     owner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
-    check(how.speculate, owner)
     with PATCHING:
+        how = replace(how, speculate=taken(how.speculate, owner))
         return _patched(model, owner, asked, how)
 
 

@@ -213,29 +213,7 @@ class Attention(nn.Module):
         if batch is not None:
             assert k_pages is not None and v_pages is not None
             write_kv(key, value, k_pages, v_pages, batch.slots, k_scale=k_scale, v_scale=v_scale)
-            return paged_attention(
-                query,
-                k_pages,
-                v_pages,
-                batch.page_table,
-                batch.seq_lens,
-                batch.cu_seqlens_q,
-                max_seqlen_q=batch.max_seqlen_q,
-                scale=self.scale,
-                causal=self.causal,
-                window=self.window,
-                softcap=self.softcap,
-                mask=mask,
-                sinks=self.sinks,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                attention_chunk=self.attention_chunk,
-                padded=batch.padded,
-                plan=batch.plan,
-                workspace=batch.workspace,
-                holes=batch.holes,
-                kernel=self.kernel,
-            )
+            return self.over_pages(query, batch, k_pages, v_pages, mask, k_scale, v_scale)
         if cu_seqlens_q is not None:
             most = check.longest("max_seqlen_q", max_seqlen_q, "cu_seqlens_q")
             both = (cu_seqlens_k is None) == (max_seqlen_k is None)
@@ -275,6 +253,41 @@ class Attention(nn.Module):
             kv_start=kv_start,
             kv_end=kv_end,
             attention_chunk=self.attention_chunk,
+            kernel=self.kernel,
+        )
+
+    def over_pages(
+        self,
+        query: Tensor,
+        batch: PagedBatch,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        mask: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As `forward` with a batch, where the pages hold the new tokens already."""
+        return paged_attention(
+            query,
+            k_pages,
+            v_pages,
+            batch.page_table,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_seqlen_q,
+            scale=self.scale,
+            causal=self.causal,
+            window=self.window,
+            softcap=self.softcap,
+            mask=mask,
+            sinks=self.sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            attention_chunk=self.attention_chunk,
+            padded=batch.padded,
+            plan=batch.plan,
+            workspace=batch.workspace,
+            holes=batch.holes,
             kernel=self.kernel,
         )
 

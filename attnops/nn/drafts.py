@@ -28,12 +28,15 @@ class DraftState:
             yet.
         fresh: int32 `[B]`, how many of the N are row b's; what is behind them has no meaning. None
             where hidden is.
+        missed: how many rounds there were since the last proposal that no draft was asked for. In
+            each of them a row got one token at most.
     """
 
     tokens: Tensor
     seq_lens: Tensor
     hidden: Tensor | None = None
     fresh: Tensor | None = None
+    missed: int = 0
 
     @property
     def position(self) -> Tensor:

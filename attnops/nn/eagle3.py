@@ -113,6 +113,7 @@ class Eagle3Head(nn.Module):
             None: 2, n // 2 and n - 3 of n layers.
         embed_tokens: the embeddings of the target, or None: then forward takes embeddings.
         d2t: int64 `[draft_vocab_size]`; draft word i is the target's word `i + d2t[i]`.
+        folder: of its checkpoint; "" without one.
 
     Raises:
         InvalidInput: the config lacks a word, or asks for what this layer has not.
@@ -121,6 +122,7 @@ class Eagle3Head(nn.Module):
     __prepare_scriptable__ = check.not_scripted
     embed_tokens: nn.Embedding | None
     d2t: Tensor
+    folder: str = ""
 
     def __init__(
         self,
@@ -167,7 +169,9 @@ class Eagle3Head(nn.Module):
     def from_folder(cls, folder: str | Path, target: nn.Embedding | None = None) -> Eagle3Head:
         """The head of a checkpoint: config.json, and *.safetensors or pytorch_model*.bin. See
         `from_state_dict`."""
-        return cls.from_state_dict(config_of(folder), tensors_of(folder), target)
+        made = cls.from_state_dict(config_of(folder), tensors_of(folder), target)
+        made.folder = str(folder)
+        return made
 
     @classmethod
     def from_state_dict(

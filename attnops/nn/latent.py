@@ -144,14 +144,15 @@ def attend_absorbed(
     kv_scale: Tensor | None = None,
     window_left: int = -1,
     softcap: float = 0.0,
+    mask: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """`[T, H, v]`: the new tokens attend causally to all tokens of their requests in the pages,
     themselves included. No gradient.
 
-    With `batch.shared`, no window and no deterministic policy, it is a cascade: all tokens attend
-    to the shared pages as one request, so that these are read once, then each to the rest of its
-    own, and the two results are merged (https://arxiv.org/abs/2501.01005, 2.2).
+    With `batch.shared`, no window, no mask and no deterministic policy, it is a cascade: all tokens
+    attend to the shared pages as one request, so that these are read once, then each to the rest of
+    its own, and the two results are merged (https://arxiv.org/abs/2501.01005, 2.2).
 
     Args:
         dims: the sizes of the heads.
@@ -161,7 +162,7 @@ def attend_absorbed(
             float8_e4m3fn or int8 with kv_scale.
         batch: from the cache. Its plan serves calls without a cascade.
         kv_scale: float32 `[1]`, or None.
-        scale, window_left, softcap, kernel: as in `mla_attention`.
+        scale, window_left, softcap, mask, kernel: as in `mla_attention`.
 
     Raises InvalidInput, NoGradient, UnknownKernel, NoKernel.
     """
@@ -173,11 +174,12 @@ def attend_absorbed(
         latent_pages,
         batch,
         query.dtype,
-        window_left < 0,
+        window_left < 0 and mask is None,
         scale=scale,
         kv_scale=kv_scale,
         window_left=window_left,
         softcap=softcap,
+        mask=mask,
         kernel=kernel,
     )
     return by_head(out, w_uv.transpose(1, 2))

@@ -15,6 +15,7 @@ from attnops.nn.attention import Attention
 from attnops.nn.dropout import refuse
 from attnops.nn.jagged import rows
 from attnops.nn.rotary import RotaryEmbedding, rope_of
+from attnops.ops import rotate_and_write_kv
 
 
 class SelfAttention(nn.Module):
@@ -153,6 +154,14 @@ class SelfAttention(nn.Module):
         query = self.q_proj(hidden).view(*lead, core.num_heads, core.head_dim)
         key = self.k_proj(hidden).view(*lead, core.num_kv_heads, core.head_dim)
         value = self.v_proj(hidden).view(*lead, core.num_kv_heads, core.head_dim)
+        scaled = k_scale is not None or v_scale is not None
+        if batch is not None and k_pages is not None and v_pages is not None and not scaled:
+            at = check.positions_of(hidden, positions, None, batch)
+            if (
+                turned := self._written(query, key, value, at, batch, k_pages, v_pages)
+            ) is not None:
+                attended = core.over_pages(turned, batch, k_pages, v_pages, mask)
+                return self._projected(attended)
         if self.q_norm is not None and self.k_norm is not None:
             # Autocast norms in float32 and the ops take one dtype.
             query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
@@ -175,5 +184,43 @@ class SelfAttention(nn.Module):
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        out: Tensor = self.o_proj(attended.reshape(*lead, core.num_heads * core.v_head_dim))
+        return self._projected(attended)
+
+    def _projected(self, attended: Tensor) -> Tensor:
+        out: Tensor = self.o_proj(attended.flatten(-2))
         return out
+
+    def _written(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Tensor | None:
+        """The turned queries of new tokens, whose keys and values are in the pages now: one launch
+        in place of some thirty. None where the op does not rotate so."""
+        norms = self.q_norm, self.k_norm
+        if self.rope is None or self.rope.interleaved or query.dtype == torch.float64:
+            return None
+        if {query.dtype, key.dtype, value.dtype, v_pages.dtype} != {k_pages.dtype}:
+            return None
+        cos, sin = self.rope.cos_sin(positions, query)
+        of_query, of_key = (None if norm is None else norm.weight for norm in norms)
+        eps = 1e-6 if self.q_norm is None else (self.q_norm.eps or 1e-6)
+        turned, _ = rotate_and_write_kv(
+            query,
+            key,
+            value,
+            k_pages,
+            v_pages,
+            batch.slots,
+            cos,
+            sin,
+            q_norm=of_query,
+            k_norm=of_key,
+            eps=eps,
+        )
+        return turned

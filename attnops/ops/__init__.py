@@ -52,6 +52,7 @@ from attnops.ops.sparse.vertical_slash import (
     vertical_slash_indexes as vertical_slash_indexes,
 )
 from attnops.ops.speculation.record import accept as accept, lookup_drafts as lookup_drafts
+from attnops.ops.speculation.rows import advance_rows as advance_rows, next_inputs as next_inputs
 from attnops.ops.speculation.sampled import accept_sampled as accept_sampled
 from attnops.ops.speculation.tree import build_tree as build_tree, tree_mask as tree_mask
 

@@ -6,6 +6,7 @@ import torch
 
 import attnops
 from attnops.hf import tiny
+from attnops.nn import Proposal
 from tests.hf.decoding import auto
 
 
@@ -32,3 +33,38 @@ def assistant(mode="auto"):
     """A model that drafts, and its handle."""
     other = tiny.model("llama", seed=3)
     return other, attnops.patch(other, decode=auto(mode, compile_after=None))
+
+
+class Oracle:
+    """Drafts the next tokens of known texts, of which a part is wrong, and some are none."""
+
+    def __init__(self, drafts=5, wrong=0.25):
+        self.num_drafts, self.wrong, self.texts = drafts, wrong, None
+        self.numbers = torch.Generator().manual_seed(1)
+
+    def propose(self, state):
+        return Proposal(self.after(state, torch.arange(self.num_drafts)))
+
+    def after(self, state, depths):
+        """The tokens at so many places behind the next one. depths: `[K]` or `[B, K]`."""
+        at = state.seq_lens[:, None] + depths
+        found = self.texts.gather(1, at.clamp(max=self.texts.shape[1] - 1).long())
+        odds = torch.rand(found.shape, generator=self.numbers)
+        found = torch.where(odds < self.wrong, (found + 1) % tiny.VOCAB, found)
+        return torch.where(odds < self.wrong / 5, -1, found)
+
+
+class Branches(Oracle):
+    """Trees of any shape, another for each row and round: often, a child that is not the first of
+    its parent is right."""
+
+    def propose(self, state):
+        rows, drafts = state.tokens.shape[0], self.num_drafts
+        share = torch.rand(rows, drafts, generator=self.numbers) ** 0.5
+        parents = (share * torch.arange(1, drafts + 1)).long() - 1
+        depths = torch.zeros_like(parents)
+        for node in range(drafts):
+            before = parents[:, node : node + 1]
+            deeper = depths.gather(1, before.clamp(min=0)) + 1
+            depths[:, node] = torch.where(before >= 0, deeper, 0)[:, 0]
+        return Proposal(self.after(state, depths), parents.to(torch.int32))

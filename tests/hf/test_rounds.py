@@ -4,9 +4,11 @@ and what is drafted costs time alone."""
 import copy
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnops
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast, PatchError
@@ -14,11 +16,12 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import decode
 from attnops.hf.steps.calls import StepInputs
-from attnops.hf.steps.round_graph import News
-from attnops.hf.steps.rounds import PROBE, Depth
+from attnops.hf.steps.round_graph import PROBE, News, Round
+from attnops.hf.steps.rounds import Depth
+from attnops.hf.steps.sampler_graph import Choice
 from attnops.nn import Proposal
 from tests.hf.decoding import ENDS, Streamer, auto
-from tests.hf.drafting import asked, assistant, patched, worth
+from tests.hf.drafting import Branches, Oracle, asked, assistant, patched, worth
 
 FAMILIES = (
     "llama",
@@ -32,21 +35,6 @@ FAMILIES = (
     "deepseek_v3",
     "gpt_oss",
 )
-
-
-class Oracle:
-    """Drafts the next tokens of known texts, of which a part is wrong, and some are none."""
-
-    def __init__(self, drafts=5, wrong=0.25):
-        self.drafts, self.wrong, self.texts = drafts, wrong, None
-        self._numbers = torch.Generator().manual_seed(1)
-
-    def propose(self, state):
-        at = state.seq_lens[:, None] + torch.arange(self.drafts)
-        found = self.texts.gather(1, at.clamp(max=self.texts.shape[1] - 1).long())
-        odds = torch.rand(found.shape, generator=self._numbers)
-        found = torch.where(odds < self.wrong, (found + 1) % tiny.VOCAB, found)
-        return Proposal(torch.where(odds < self.wrong / 5, -1, found))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -83,10 +71,11 @@ def test_tokens_that_are_looked_up(more):
             assert worth(handle) >= 1
 
 
-def test_samples_have_the_distribution_of_plain_decoding():
+@pytest.mark.parametrize("drafts", [Oracle, Branches])
+def test_samples_have_the_distribution_of_plain_decoding(drafts):
     """The third token of many rows, whose drafts are right now and then, against exact
     probabilities; the test tells a temperature that is 5% off."""
-    model, draft = tiny.model("llama"), Oracle(3, wrong=0.3)
+    model, draft = tiny.model("llama"), drafts(3, wrong=0.3)
     ours, _ = patched(model, draft)
     ids, rows, temperature = torch.tensor([[5, 9, 11, 7]]), 64, 0.35
 
@@ -186,9 +175,10 @@ def test_no_position_is_behind_the_text(monkeypatch):
     assert worth(handle) > 3 and max(positions) == 9 + 12 - 2
 
 
-def test_a_cache_that_the_caller_keeps():
+@pytest.mark.parametrize("drafts", [Oracle, Branches])
+def test_a_cache_that_the_caller_keeps(drafts):
     """It counts the tokens that were kept alone, and the next turn goes on with it."""
-    model, draft = tiny.model("llama"), Oracle()
+    model, draft = tiny.model("llama"), drafts()
     ours = copy.deepcopy(model)
     handle = attnops.patch(ours, cache="paged", decode=auto(compile_after=None), speculate=draft)
     given = {**asked(1), "max_new_tokens": 12, "return_dict_in_generate": True}
@@ -281,6 +271,35 @@ def test_a_draft_runs_beside_the_steps_of_other_threads():
     assert torch.equal(ours.generate(**given), model.generate(**given)) and free
 
 
+ASKED = {
+    "never right": (lambda: Oracle(wrong=1), False, 16, 18, 1),
+    "right later": (lambda: Oracle(wrong=1), True, 30, 60, 2),
+    "finds nothing": (lambda: Broken(lambda: Proposal(torch.full((1, 3), -1))), False, 198, 200, 1),
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_draft_is_asked_where_its_tokens_are_verified(kind):
+    """Where they are not, by every 32nd round."""
+    make, learns, least, most, tokens = ASKED[kind]
+    model, draft, missed = tiny.model("llama"), make(), []
+    ours, handle = patched(model, draft)
+    own = draft.propose
+
+    def noted(state):
+        missed.append(state.missed)
+        if learns and state.missed == PROBE - 1:
+            draft.wrong = 0
+        return own(state)
+
+    draft.propose = noted
+    given = {**asked(1), "max_new_tokens": 200}
+    draft.texts = want = model.generate(**given)
+    assert torch.equal(ours.generate(**given), want)
+    assert least <= len(missed) <= most and max(missed) == (0 if least == 198 else PROBE - 1)
+    assert tokens <= worth(handle) < tokens + 1
+
+
 def test_a_model_without_graphs_says_that_nothing_was_drafted():
     model = tiny.model("llama")
     handle = attnops.patch(model, speculate="lookup")
@@ -306,10 +325,15 @@ BROKEN = {
     "error": (raises, KeyError, "own"),
     "shape": (lambda: Proposal(torch.zeros(3, 2, dtype=torch.int64)), InvalidInput, "tokens.shape"),
     "dtype": (lambda: Proposal(torch.zeros(1, 2)), InvalidInput, "tokens.dtype"),
-    "tree": (
-        lambda: Proposal(torch.zeros(1, 2).long(), torch.zeros(1, 2, dtype=torch.int32)),
+    "parents": (
+        lambda: Proposal(torch.zeros(1, 2).long(), torch.zeros(1, 3, dtype=torch.int32)),
         InvalidInput,
-        "proposal.parents: got Tensor, want None",
+        "parents.shape",
+    ),
+    "probabilities": (
+        lambda: Proposal(torch.zeros(1, 2).long(), None, torch.zeros(1, 2, tiny.VOCAB)),
+        InvalidInput,
+        "proposal.probabilities: got Tensor, want None",
     ),
 }
 
@@ -323,15 +347,19 @@ def test_errors_of_a_draft_end_the_call(what):
     given = {**asked(1), "max_new_tokens": 8}
     with pytest.raises(error, match=why):
         ours.generate(**given)
-    # Ids that are no words are not accepted, and are no address.
-    draft.proposal = lambda: Proposal(torch.tensor([[tiny.VOCAB + 7, -5, 2**40]]))
-    assert torch.equal(ours.generate(**given), model.generate(**given))
+    # Ids that are no words are not accepted, and are no address. Nor are parents that are none.
+    words, parents = [tiny.VOCAB + 7, -5, 2**40], [2, -(2**31), 2**31 - 1]
+    for tree in (None, torch.tensor([parents], dtype=torch.int32)):
+        draft.proposal = partial(Proposal, torch.tensor([words]), tree)
+        assert torch.equal(ours.generate(**given), model.generate(**given))
 
 
 def test_options_that_cannot_draft():
     model = tiny.model("llama")
     with pytest.raises(InvalidInput, match="speculate: got 'look', want None, 'lookup'"):
         attnops.patch(model, speculate="look")
+    with pytest.raises(InvalidInput, match=r"num_drafts: got 64, want 1 to 63"):
+        attnops.patch(model, speculate=Oracle(64))
     with pytest.raises(InvalidInput, match="speculate"):
         attnops.patch(torch.nn.MultiheadAttention(8, 2), speculate="lookup")
     other = tiny.model("qwen3", vocab_size=96)
@@ -354,9 +382,27 @@ def test_a_step_that_verifies_ends_with_its_pages():
             inputs = StepInputs(drafts, lengths[:, None] + torch.arange(3), lengths)
             room = pytest.raises(RuntimeError, match="a cache that is full")
             with room if stored == 10 else nullcontext():
-                logits = decoder.try_step(inputs, cache)
+                logits = decoder.try_step(inputs, cache).logits
         want = model(torch.cat([ids, drafts], 1)).logits[:, -3:]
     torch.testing.assert_close(logits, want)
+
+
+def test_a_choice_is_four_launches():
+    """Each would be a kernel that runs for less time than it takes to start."""
+    ran = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not (func.is_view or func is torch.ops.aten._unsafe_view.default):
+                ran.append(func.name().removesuffix(".default"))
+            return func(*args, **(kwargs or {}))
+
+    choice = Choice(torch.device("cpu"), 2, 32, 16, ends=2, sampled=False, processors=())
+    made = Round(choice, [], torch.nn.Embedding(16, 4))
+    with Launches():
+        made._choose(8)
+    tail = [f"attnops::{op}" for op in ("advance_rows", "lookup_drafts", "next_inputs")]
+    assert ran == ["aten::argmax", *tail]
 
 
 def test_the_depth_of_a_round_follows_what_drafts_were_worth():

@@ -12,10 +12,10 @@ from attnops.core.errors import InvalidInput, NotCapturable, NotFast
 from attnops.hf.cache.names import named
 from attnops.hf.models import convolutions
 from attnops.hf.steps import decode
+from attnops.nn import Proposal
 from tests.hf import hybrids
 from tests.hf.decoding import ENDS, auto
-from tests.hf.drafting import asked, patched, worth
-from tests.hf.test_rounds import Oracle
+from tests.hf.drafting import Oracle, asked, patched, worth
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 ONE_OF_EACH = ("qwen3_5", "bamba", "lfm2")
@@ -163,6 +163,21 @@ def test_an_error_half_way_of_a_step_that_verifies(monkeypatch):
         ours.generate(asked(1)["input_ids"], **given)
     with pytest.raises(InvalidInput, match="did not reach every layer"):
         ours.generate(torch.arange(1, 20)[None], **given)
+
+
+class Branches:
+    """Drafts two tokens that may follow the last one."""
+
+    def propose(self, state):
+        rows = state.tokens.shape[0]
+        parents = torch.zeros(rows, 2, dtype=torch.int32)
+        return Proposal(torch.full((rows, 2), 5), parents)
+
+
+def test_a_tree_is_refused():
+    ours, _ = patched(hybrids.model("lfm2"), Branches())
+    with pytest.raises(InvalidInput, match=r"parents: got a tensor, want None: layers with states"):
+        ours.generate(**asked(1), max_new_tokens=6)
 
 
 def test_more_drafts_than_a_call_before():

@@ -99,8 +99,10 @@ CASES_OF_VIEWS = [(way, dynamic, op) for way in WAYS for dynamic in (True, False
 @pytest.mark.sweep(33)
 @pytest.mark.parametrize(("way", "dynamic", "op"), CASES_OF_VIEWS)
 def test_what_eager_leaves_in_memory_is_what_compiled_code_leaves(way, dynamic, op):
-    call, left = case_of(op), list[Memory]()
+    case, left = case_of(op), list[Memory]()
     for run in (write_in_all, torch.compile(write_in_all, fullgraph=True, dynamic=dynamic)):
+        # What has too few dims for a kind of view is written as it is.
+        call = case.with_(**{n: case.arguments[n].clone() for n in case.mutated})
         memory = memory_of(call)
         if way == WAYS[0]:
             memory = {

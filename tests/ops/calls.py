@@ -72,6 +72,7 @@ NUMBERS: dict[str, Any] = {
     "num_drafts": 2,
     "num_nodes": 3,
     "num_keys": 5,
+    "words": 9,
     "q_heads": 4,
     "kv_heads": 2,
     "head_dim": 8,

@@ -223,6 +223,8 @@ LEAST = {
     "merge_states": "N",
     "lookup_drafts": "L",
     "accept": "N",
+    "advance_rows": "N",
+    "next_inputs": "L N",
     "accept_sampled": "N V",
     "build_tree": "M",
     "tree_mask": "N",

@@ -90,6 +90,77 @@ def test_the_way_goes_where_the_target_model_goes(seed):
     assert following.tolist() == [row[way[-1]] for row, way in zip(target, want, strict=True)]
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_get_the_way_up_to_their_end(seed):
+    draw = random.Random(seed)
+    rows, nodes, words, width = draw.randint(0, 5), draw.randint(1, 12), draw.randint(1, 3), 20
+    drafts, target = (
+        [[draw.randint(-1, words - 1) for _ in range(nodes)] for _ in range(rows)] for _ in "ab"
+    )
+    chain = seed % 4 == 0
+    parents = [list(range(-1, nodes - 1)) if chain else tree(draw, nodes) for _ in range(rows)]
+    eos = [draw.randint(0, 5) for _ in range(draw.choice((0, 1, 3)))]
+    texts = [[draw.randint(0, 9) for _ in range(draw.randint(1, width))] for _ in range(rows)]
+    most, unfinished = draw.randint(8, width + 2), [draw.randint(0, 2) for _ in texts]
+    tokens = torch.tensor(padded(texts, width), dtype=I64).view(rows, width)
+    seq_lens = torch.tensor([len(text) for text in texts], dtype=I32)
+    stored, position, alive = (
+        seq_lens.long() + 3,
+        seq_lens.long() - 1,
+        torch.tensor(unfinished, dtype=I64),
+    )
+    path, news = torch.zeros(rows, nodes, dtype=I32), torch.zeros(rows, nodes + 1, dtype=I64)
+    ops.advance_rows(
+        *(torch.tensor(x, dtype=I64).view(rows, nodes) for x in (drafts, target)),
+        torch.tensor(eos, dtype=I64),
+        torch.tensor([most]),
+        None if chain else torch.tensor(parents, dtype=I32).view(rows, nodes),
+        tokens=tokens,
+        seq_lens=seq_lens,
+        stored=stored,
+        position=position,
+        unfinished=alive,
+        accepted=path,
+        news=news,
+    )
+    ways, told = [], []
+    for b, text in enumerate(texts):
+        way = [] if not unfinished[b] else walked(drafts[b], target[b], parents[b])
+        kept = 0
+        while kept < len(way) and len(text) < min(most, width):
+            text.append(target[b][way[kept]])
+            kept += 1
+            if text[-1] in eos:
+                unfinished[b] = 0
+                break
+        if len(text) >= min(most, width):
+            unfinished[b] = 0
+        ways.append(way[:kept])
+        told.append([kept, *text[len(text) - kept :]])
+    assert tokens.tolist() == padded(texts, width)
+    assert seq_lens.tolist() == [len(text) for text in texts]
+    assert stored.tolist() == [len(text) + 3 for text in texts]
+    assert position.tolist() == [len(text) - 1 for text in texts]
+    assert alive.tolist() == unfinished
+    assert path.tolist() == padded(ways, nodes) and news.tolist() == padded(told, nodes + 1)
+
+
+def test_the_next_input_is_the_last_token_and_its_drafts():
+    tokens, seq_lens = torch.tensor([[7, 4, 6], [5, 8, 0]]), torch.tensor([3, 2], dtype=I32)
+    drafts, inputs, positions = (torch.full((2, 4), 99) for _ in range(3))
+    offered = torch.full((2,), 99)
+    found = torch.tensor([[2, -5, 12, 3, 1], [-1, -1, -1, 4, 4]])
+    before = torch.tensor([8, 20]), torch.tensor([10, 30])
+    written = {"drafts": drafts, "next_ids": inputs, "positions": positions, "offered": offered}
+    ops.next_inputs(found, tokens, seq_lens, *before, words=9, **written)
+    assert drafts.tolist() == [[6, 2, -5, 12], [8, -1, -1, -1]]
+    assert inputs.tolist() == [[6, 2, 0, 8], [8, 0, 0, 0]]
+    assert positions.tolist() == [[8, 9, 10, 10], [20, 21, 22, 23]]
+    assert offered.tolist() == [2, 0]
+    ops.next_inputs(found[:, :1], tokens, seq_lens, *before, words=9, **written)
+    assert drafts.tolist() == [[6, 2, -1, -1], [8, -1, -1, -1]] and offered.tolist() == [1, 0]
+
+
 def tried(tokens, target, draft, noise, parents):
     """(the accepted nodes, the next token) of rejection sampling."""
     path, p = [0], target[0]
@@ -268,6 +339,7 @@ def test_a_node_sees_the_text_its_ancestors_and_itself(seed):
         torch.tensor(parents, dtype=I32).view(rows, nodes),
         torch.tensor(lengths, dtype=I32),
         num_keys=keys,
+        window=(window := draw.choice((0, 0, 1, 3))),
     )
     want = []
     for before, length in zip(parents, lengths, strict=True):
@@ -276,5 +348,7 @@ def test_a_node_sees_the_text_its_ancestors_and_itself(seed):
             while 0 <= before[line[-1]] < line[-1]:
                 line.append(before[line[-1]])
             first = length - nodes
-            want.append([key < first or key - first in line for key in range(keys)])
+            seen = [*range(first), *(first + each for each in line[::-1])]
+            seen = seen[-window:] if window else seen
+            want.append([key in seen for key in range(keys)])
     assert mask.tolist() == want

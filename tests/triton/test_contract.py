@@ -32,7 +32,15 @@ ATTENTION = (
     "merge_states",
 )
 GRADIENTS = ("attention_backward", "varlen_attention_backward")
-ROUND = ("lookup_drafts", "accept", "accept_sampled", "build_tree", "tree_mask")
+ROUND = (
+    "lookup_drafts",
+    "accept",
+    "advance_rows",
+    "next_inputs",
+    "accept_sampled",
+    "build_tree",
+    "tree_mask",
+)
 DATA = (
     "write_kv",
     "write_latent",

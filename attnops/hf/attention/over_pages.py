@@ -29,6 +29,7 @@ from attnops.core.select import active_policy
 from attnops.hf.attention import descriptor
 from attnops.hf.attention.descriptor import Range
 from attnops.hf.attention.request import Request
+from attnops.hf.cache.described import Tree
 from attnops.hf.cache.meanwhile import Meanwhile
 from attnops.hf.cache.model_pages import Past
 from attnops.hf.cache.paged_cache import Behind, PagedModelCache, View
@@ -338,8 +339,12 @@ def _alone(step: _Step, behind: _Keys | None, kernel: str | None) -> Tensor:
 
 
 def _over_pages(step: _Step, kernel: str | None) -> Tensor:
-    """The tokens attend to all of their rows in the pages."""
+    """The tokens attend to all of their rows in the pages, or nodes to what a mask says."""
     now, (k_pages, v_pages) = step.view.batch, step.view.pages
+    rules = _rules(step)
+    if (tree := step.view.tree) is not None:
+        left = _window_of_nodes(tree, step.found.window_left, step.query.shape[1])
+        rules |= {"mask": tree.mask, "window": (left, -1)}
     out = paged_attention(
         step.query.flatten(0, 1),
         k_pages,
@@ -353,9 +358,21 @@ def _over_pages(step: _Step, kernel: str | None) -> Tensor:
         padded=False,
         holes=False,
         kernel=kernel,
-        **_rules(step),
+        **rules,
     )
     return out.view(*step.query.shape[:3], out.shape[2])
+
+
+def _window_of_nodes(tree: Tree, window_left: int, nodes: int) -> int:
+    """The keys before its own place that a node of a tree may see, as far as its mask, which counts
+    positions, lets it. -1: all of them.
+
+    Raises InvalidInput for another window than that of the mask.
+    """
+    if window_left + 1 != tree.sees:
+        want = f"{tree.sees}, the window of its pages, in a step that verifies a tree"
+        fail(InvalidInput, "window", window_left + 1, want)
+    return window_left + nodes - 1 if tree.sees else -1
 
 
 def _refuse_window(layer: int, window_left: int, most: int) -> None:
@@ -388,6 +405,9 @@ def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> 
     module, request, query = asked.module, asked.request, asked.request.query
     batch, heads, queries, _ = query.shape
     dims, [pages] = dims_of(module), view.pages
+    mask = None
+    if view.tree is not None:
+        mask, window_left = view.tree.mask, _window_of_nodes(view.tree, window_left, queries)
     tokens = query.transpose(1, 2).reshape(batch * queries, heads, -1).to(pages.dtype)
     scale = query.shape[3] ** -0.5 if request.scale is None else request.scale
     with _exactly(query.device.type):
@@ -406,6 +426,7 @@ def absorbed(asked: Asked, view: View, window_left: int, kernel: str | None) -> 
             scale=scale,
             window_left=window_left,
             softcap=request.softcap,
+            mask=mask,
             kernel=kernel,
         )
     return out.to(query.dtype).reshape(batch, queries, heads, dims.v)

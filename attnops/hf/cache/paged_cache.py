@@ -22,12 +22,19 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from attnops.cache.batch import PagedBatch
 from attnops.cache.planner import Planner
-from attnops.cache.step import Tokens
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import FakeTensor, capturing, count_dispatch_modes
 from attnops.core.select import _ACTIVE
 from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache import names as cache_names
+from attnops.hf.cache.described import (
+    Masks,
+    Tree,
+    described,
+    tree_masks,
+    tree_of,
+    windows_before,
+)
 from attnops.hf.cache.meanwhile import Meanwhile
 from attnops.hf.cache.model_pages import EMPTY, ModelPages, Past
 from attnops.hf.cache.step_plans import StepPlans
@@ -58,6 +65,7 @@ class Step(NamedTuple):
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
     planners: as in `StepPlans`; empty where no layer reads a plan.
     meanwhile: as `ModelPages.meanwhile`; empty where layers choose their kernels.
+    masks: of a step that verifies a tree; else None.
     """
 
     batch: PagedBatch
@@ -66,6 +74,7 @@ class Step(NamedTuple):
     one_launch: tuple[bool, ...] = ()
     planners: tuple[Planner | None, ...] = ()
     meanwhile: tuple[Meanwhile, ...] = ()
+    masks: Masks | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,7 @@ class View(OfStates):
     `decode_attention`?
     packed: are the tokens of all requests in one row, one request after the other?
     meanwhile: the kernels that this step takes; None: they are chosen.
+    tree: what the step's nodes see; None: it has no tree.
     states: those of the layer, of the requests of `batch`; None for a layer without.
     """
 
@@ -91,6 +101,7 @@ class View(OfStates):
     one_launch: bool = False
     packed: bool = False
     meanwhile: Meanwhile | None = None
+    tree: Tree | None = None
     states: States | None = None
     last_layer: ClassVar[int | None] = None
     """The step notes the writes in the cache when its layers return."""
@@ -164,6 +175,7 @@ class State(StepsOfStates):
     start, real: set while a step in graphs, of one token each, is traced or captured (see
     `decode`). int64 `[B]`, the padding, and
         bool `[B]`, is the row stored?
+    parents: int32 `[B, N]`, of the nodes of the step under way; None: it is no tree.
     """
 
     pages: Any
@@ -173,6 +185,7 @@ class State(StepsOfStates):
     unfinished: int = 0
     start: Tensor | None = None
     real: Tensor | None = None
+    parents: Tensor | None = None
     before: Tensor | None = None
     ahead: Ahead | None = None
     waits: bool = False
@@ -203,7 +216,7 @@ class State(StepsOfStates):
 
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""
-        self.step = self.start = self.real = self.before = None
+        self.step = self.start = self.real = self.parents = self.before = None
         self.unfinished = 0
         self.begun.clear()
 
@@ -430,6 +443,7 @@ class PagedModelCache(Cache):
             step.fresh,
             one_launch=one_launch,
             meanwhile=step.meanwhile[number] if step.meanwhile else None,
+            tree=tree_of(pages, step.masks, number),
         )
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
@@ -481,7 +495,8 @@ class PagedModelCache(Cache):
         in_graph = state.start is not None and count == 1
         planned = in_graph and plans is not None and plans.whole
         batch = described(pages, before, real, count, heads, planned)
-        past = _past(pages, before, long=not fresh and count > pages.sizes.drafts)
+        masks = None if state.parents is None else tree_masks(pages, batch, state.parents)
+        past = windows_before(pages, before, long=not fresh and count > pages.sizes.drafts)
         planners = () if plans is None else _planned(plans, state, before, count, batch)
         # A run on fake tensors, as of `explain`, stores no token.
         if torch.compiler.is_compiling() or not isinstance(before, FakeTensor):
@@ -489,7 +504,7 @@ class PagedModelCache(Cache):
             state.filled, state.unfinished = True, count
         meanwhile = () if by_hand else self._meanwhile(before)
         one_launch = self._one_launch(meanwhile) if count == 1 else ()
-        return Step(batch, past, fresh, one_launch, planners, meanwhile)
+        return Step(batch, past, fresh, one_launch, planners, meanwhile, masks)
 
     def _meanwhile(self, before: Tensor) -> tuple[Meanwhile, ...]:
         """As `ModelPages.meanwhile` where the step waits for graphs; else empty. So in a trace,
@@ -544,14 +559,6 @@ class PagedModelCache(Cache):
         return Step(batch, past, False, one_launch, meanwhile=meanwhile)
 
 
-def _past(pages: ModelPages, before: Tensor, long: bool) -> tuple[Past | None, ...]:
-    """Of each page table the tokens before a step, where that is too long for a window."""
-    return tuple(
-        pages.past(before, table) if window and long else None
-        for table, window in enumerate(pages.windows)
-    )
-
-
 def _captured_by_hand(state: State, before: Tensor) -> bool:
     """Is this step in a graph of the caller's? Its pages note that. before: as in `_planned`."""
     ours = torch.compiler.is_compiling() or isinstance(before, FakeTensor)
@@ -583,26 +590,6 @@ def _planned(
         return plans.extend(pages, lengths, count, batch)
     plans.make(pages, lengths)
     return plans.planners
-
-
-def described(
-    pages: ModelPages,
-    before: Tensor,
-    real: Tensor | None,
-    count: int,
-    heads: int,
-    planned: bool = False,
-) -> PagedBatch:
-    """The batch of a step of `count` tokens of each row, see `ModelPages.step`. real: bool `[B]`,
-    is the row stored? None: all are."""
-    rows, device = before.shape[0], before.device
-    positions = (before[:, None] + torch.arange(count, device=device)).reshape(-1)
-    if real is not None:
-        each = real if count == 1 else real[:, None].expand(rows, count).reshape(-1)
-        positions = torch.where(each, positions, -1)
-    owner = torch.arange(rows, device=device)[:, None].expand(rows, count).reshape(-1)
-    cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device) * count
-    return pages.step(Tokens(positions, owner, cu_seqlens_q, count), before, heads, planned)
 
 
 class PagedLatentCache(PagedModelCache):

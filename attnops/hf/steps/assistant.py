@@ -26,7 +26,7 @@ class Assistant:
         self.model, self.drafts = model, drafts
         self._paged = vars(model)[MARK]._paged
         self._cache: Any = None
-        self._padding = torch.empty(0)
+        self._padding = self._length = self._found = torch.empty(0)
 
     def begin(self, asked: Asked, room: int) -> None:
         """Read the prompt. room: tokens of a text, prompt and drafts included."""
@@ -43,24 +43,52 @@ class Assistant:
             **named(self._cache),
         )
         self._padding = self._cache.state.pages.pad[:rows].clone()
+        # The pages hold a text of this length, and those of the drafts found then that follow it.
+        self._length = torch.full_like(self._padding, ids.shape[1])
+        self._found = ids.new_full((rows, self.drafts), -1)
 
     def propose(self, state: DraftState) -> Proposal:
         """Greedy tokens. One step more than tokens, so that the pages hold all of them."""
-        ids = state.tokens.gather(1, (state.seq_lens - 1)[:, None].long())
+        if state.missed:
+            self._catch_up(state)
+        ids = _tokens_at(state, state.seq_lens[:, None] - 1)
         stored = state.seq_lens - 1 - self._padding
         found = list[Tensor]()
         for _ in range(self.drafts + 1):
             logits = self._step(StepInputs(ids, stored[:, None], stored))
             ids, stored = logits[:, -1:].argmax(-1), stored + 1
             found.append(ids)
-        return Proposal(torch.cat(found[:-1], 1))
+        self._length, self._found = state.seq_lens.long(), torch.cat(found[:-1], 1)
+        return Proposal(self._found)
+
+    def _catch_up(self, state: DraftState) -> None:
+        """Read the tokens that each row got in the rounds without a proposal. A step has as many
+        of each row; what is behind the text is read as drafts are, which others replace."""
+        columns = torch.arange(self.drafts + 1, device=state.tokens.device)
+        at = self._length[:, None] + columns
+        agrees = _tokens_at(state, at)[:, :-1] == self._found
+        held = self._length + agrees.cumprod(1).sum(1)
+        for _ in range(0, state.missed, self.drafts + 1):
+            held = torch.minimum(held, state.seq_lens - 1)
+            at, stored = held[:, None] + columns, held - self._padding
+            self._step(StepInputs(_tokens_at(state, at), at - self._padding[:, None], stored))
+            held = held + self.drafts + 1
 
     def _step(self, asks: StepInputs) -> Tensor:
-        logits: Tensor | None = self._paged.decoder().try_step(asks, self._cache)
-        return plain_verify(self.model, asks, self._cache) if logits is None else logits
+        decoder = self._paged.decoder()
+        out = decoder.try_step(asks, self._cache)
+        if out is None:
+            out = plain_verify(self.model, decoder.forward, asks, self._cache)
+        logits: Tensor = out.logits
+        return logits
 
     def end(self) -> None:
         """Give its pages back."""
         if self._cache is not None:
             give_back(self._cache)
             self._cache = None
+
+
+def _tokens_at(state: DraftState, at: Tensor) -> Tensor:
+    """The tokens of each row at the places `[B, N]`, the last of its buffer for those behind."""
+    return state.tokens.gather(1, at.long().clamp(max=state.tokens.shape[1] - 1))

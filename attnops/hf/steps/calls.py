@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,13 +13,22 @@ from attnops.core.errors import InvalidInput, fail
 from attnops.core.private_torch import count_function_modes
 from attnops.core.record import name, need
 from attnops.graphs import stale
+from attnops.hf import not_fast
 from attnops.hf.attention.descriptor import tracing
 from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.steps.around import function_modes
-from attnops.hf.steps.compiled_layers import logits_of, place, starts, verifying
+from attnops.hf.steps.compiled_layers import place, run_model, starts, verifying
+from attnops.hf.steps.hidden import Outputs
 
 Kind = Literal["one row", "more rows", "prompt"]
+
+# Of a config: further results of every call.
+_FURTHER = ("output_hidden_states", "output_attentions")
+
+
+class Nodes(int):
+    """The tokens of a row in a step that verifies them as the nodes of a tree."""
 
 
 class StepInputs(NamedTuple):
@@ -29,11 +38,14 @@ class StepInputs(NamedTuple):
     lengths: of a step that verifies drafts, int64 `[B]`: the tokens that each row has in its pages.
     Rows keep different numbers of drafts. None: one token a row, behind those that the cache
     counts.
+    parents: int32 `[B, N]`, as in `tree_mask`: each token sees the row's tokens in its pages, its
+    ancestors and itself. None: tokens see those before them.
     """
 
     input_ids: Tensor
     position_ids: Tensor | None
     lengths: Tensor | None = None
+    parents: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -41,19 +53,24 @@ class StepInputs(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Tokens of a row in a step that verifies; 0 for one that does not."""
-        return 0 if self.lengths is None else self.input_ids.shape[1]
+        """Tokens of a row in a step that verifies, `Nodes` of a tree; 0 for one that does not."""
+        if self.lengths is None:
+            return 0
+        count = self.input_ids.shape[1]
+        return count if self.parents is None else Nodes(count)
 
     def arguments(self, live: Tensor) -> dict[str, Tensor]:
         """Those of `step_of`, or of `verifying`. live: `[B]`."""
         assert self.position_ids is not None
         if self.lengths is None:
             return {"input_ids": self.input_ids, "position_ids": self.position_ids, "live": live}
+        tree = {} if self.parents is None else {"parents": self.parents.reshape(-1)}
         return {
             "tokens": self.input_ids.reshape(-1),
             "positions": self.position_ids.reshape(-1),
             "lengths": self.lengths,
             "live": live,
+            **tree,
         }
 
 
@@ -140,6 +157,17 @@ def more(given: dict[str, Any]) -> list[str]:
     return [name for name, value in given.items() if name not in KNOWN and not is_nothing(value)]
 
 
+def why_result(given: dict[str, Any], config: Any) -> Iterator[str]:
+    """Each reason, in the result that a prompt of a model with this config asks for, to run the
+    model's own layers."""
+    if given.get("logits_to_keep") != 1:
+        yield "more than the last logits are asked for"
+    if given.get("return_dict") is False or given.get("use_cache") is False:
+        yield "it asks for another form of result"
+    if any(getattr(config, name, None) for name in _FURTHER):
+        yield "the model's config asks for more than logits"
+
+
 def state_of_step(input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None) -> State:
     """The state of the cache that a step is asked for with. Raises InvalidInput where it cannot be
     one."""
@@ -171,6 +199,15 @@ def state_of_step(input_ids: Tensor, cache: PagedModelCache, position_ids: Tenso
     return state
 
 
+def warn_of(model: Any, names: Sequence[str]) -> None:
+    """Warn of arguments that keep steps out of graphs, unless the caller asks for what they
+    return."""
+    unasked = [name for name in names if not name.startswith("output_")]
+    if names and len(unasked) == len(names):
+        why = f"they get {', '.join(names)}, and graphs take tokens and positions alone"
+        not_fast.warn(model, not_fast.GRAPHS, why)
+
+
 def is_nothing(value: Any) -> bool:
     """Does an argument ask for nothing? Of a text alone, transformers 5.24 hands a model of images
     an empty dict of what they encode to."""
@@ -200,17 +237,18 @@ def plain_step(
     if position_ids is None:
         position_ids = positions(cache.state, input_ids.shape[0])
     with torch.no_grad():
-        return logits_of(forward, argument, input_ids, position_ids, cache)
+        return run_model(forward, argument, input_ids, position_ids, cache).logits
 
 
-def plain_verify(owner: Any, inputs: StepInputs, cache: PagedModelCache) -> Tensor:
-    """Logits `[B, N, V]` of a step that verifies, by the own forward of a patched model."""
+def plain_verify(
+    owner: Any, forward: Callable[..., Any], inputs: StepInputs, cache: PagedModelCache
+) -> Outputs:
+    """A step of the model `owner` that verifies, by its own forward."""
     assert inputs.lengths is not None
-    step = verifying(step_of(vars(owner)["forward"].original, cache_names.argument_of(owner)))
-    state = cache.state
+    step, state = verifying(step_of(forward, cache_names.argument_of(owner))), cache.state
     try:
-        logits: Tensor = step(**inputs.arguments(torch.ones_like(inputs.lengths)), cache=cache)
-        return logits
+        out: Outputs = step(**inputs.arguments(torch.ones_like(inputs.lengths)), cache=cache)
+        return out
     finally:
         # Pages forget the tokens of a step that an error ended, and states do not.
         begun = set(state.begun)
@@ -227,16 +265,18 @@ def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
         live: Tensor,
         cache: PagedModelCache,
         lengths: Tensor | None = None,
+        parents: Tensor | None = None,
     ) -> Any:
-        """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket. lengths:
-        see `StepInputs`."""
+        """live: int64 `[B]`, 1 for a row of the batch, 0 for one that fills the bucket. lengths,
+        parents: see `StepInputs`."""
         state = cache.state
         if lengths is not None:
             place(state.pages, lengths, live)
         state.start, state.real = starts(state.pages, live, input_ids.shape[1])
         state.verified = None if lengths is None else state.start
-        logits = logits_of(forward, argument, input_ids, position_ids, cache)
-        state.start = state.real = None
-        return logits
+        state.parents = parents
+        out = run_model(forward, argument, input_ids, position_ids, cache)
+        state.start = state.real = state.parents = None
+        return out
 
     return step

@@ -19,11 +19,12 @@ from attnops.core.errors import NotCapturable, one_line
 from attnops.graphs import Graphed
 from attnops.graphs.buckets import Bucket, Kind as BucketKind
 from attnops.graphs.capturing import chain_of
+from attnops.hf import not_fast
 from attnops.hf.cache.idle_pages import gpu_bytes
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.generation import running_generation
-from attnops.hf.steps.calls import Kind, StepInputs
+from attnops.hf.steps.calls import Kind, Nodes, StepInputs
 from attnops.kernels.shared.launch.beside import BESIDE
 
 MOST = 64
@@ -105,7 +106,9 @@ class Over:
         """Arguments of a decode step, as far as a capture reads them."""
         live = self.live[:rows]
         ids = live[:, None].expand(rows, max(1, self.queries))
-        inputs = StepInputs(ids, ids, live if self.queries else None)
+        lengths = live if self.queries else None
+        parents = ids.int() if isinstance(self.queries, Nodes) else None
+        inputs = StepInputs(ids, ids, lengths, parents)
         return {**inputs.arguments(live), "cache": self.cache}
 
     def begin(self, rows: int) -> None:
@@ -197,6 +200,11 @@ class Kept(NamedTuple):
         """Free the graphs over these pages of this mode, if there are any."""
         if (pages, mode) in self.over:
             self.over.pop((pages, mode)).graphed.free()
+
+    def free_prompts(self, pages: ModelPages, recorded: bool) -> None:
+        """Free the graphs of prompts over these pages, by recorded or compiled layers."""
+        for fresh in (True, False):
+            self.free(pages, of_prompts(recorded, fresh))
 
     def await_steps(self, pages: ModelPages, rows: int, columns: int) -> bool:
         """Will a `generate()` make steps after a prompt of this shape that have no graph over these
@@ -346,6 +354,10 @@ class Failed(NamedTuple):
     kind: str
     mode: str
 
+    @property
+    def loss(self) -> not_fast.Loss:
+        return not_fast.COMPILED if self.mode == "piecewise" else not_fast.GRAPHS
+
     def __str__(self) -> str:
         return f"decode steps of {self.kind} have no {self.mode} graphs until release()"
 
@@ -414,8 +426,11 @@ def of_prompts(recorded: bool, fresh: bool) -> str:
 
 def of_steps(word: str, queries: int) -> str:
     """The word for the mode or the kind of steps. Those that verify `queries` tokens of a row have
-    one of their own."""
-    return f"{word}, {queries} tokens a row" if queries else word
+    one of their own, and those of trees."""
+    if not queries:
+        return word
+    what = "nodes of a tree" if isinstance(queries, Nodes) else "tokens"
+    return f"{word}, {queries} {what} a row"
 
 
 def remember(found: dict[Key, Value], key: Key, value: Value) -> Value:

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnops.graphs import Buckets, Graphed, breakable
+from attnops.graphs.as_it_runs import AsItRuns
+from attnops.graphs.kinds import Kinds, OneSize
 from attnops.graphs.per_layer import Regions, Twin
 from attnops.hf.attention.descriptor import Pattern, build
 from attnops.hf.cache.names import argument
 from attnops.hf.cache.paged_cache import PagedModelCache, Step
 from attnops.hf.steps.chunks import packed, windows_behind
 from attnops.hf.steps.compiled_layers import Here, modules_of
+from attnops.hf.steps.hidden import Outputs, outputs_of
 from attnops.nn.latent import is_viewed
 
 
@@ -41,9 +45,9 @@ class ChunkStep:
         fresh: bool,
         cache: PagedModelCache,
         regions: Regions,
-    ) -> Tensor:
-        """Logits `[N, 1, V]` after a chunk, of its tokens at `last` `[N]`. The cache does not count
-        the tokens as seen.
+    ) -> Outputs:
+        """Logits `[N, 1, V]` after a chunk, of its tokens at `last` `[N]`, and the hidden states
+        `[1, T, W]` of all. The cache does not count the tokens as seen.
 
         tokens, positions: int64 `[T]`. counts, before: int64 `[B]`, the tokens of each request, and
         those before them. fresh: are they the first of their requests? regions: run the layers.
@@ -66,8 +70,8 @@ class ChunkStep:
                     return_dict=True,
                     logits_to_keep=last,
                 )
-            logits: Tensor = out.logits[0][:, None]
-            return logits
+            logits, hidden = outputs_of(out)
+            return Outputs(logits[0][:, None], hidden)
         finally:
             state.end_step()
 
@@ -78,6 +82,27 @@ class ChunkStep:
             found = (getattr(module, "kv_b_proj", None) for module in self._model.modules())
             self._unfolding = [each for each in found if isinstance(each, nn.Module)]
         return all(map(is_viewed, self._unfolding))
+
+
+def chunk_graphs(
+    step: Callable[..., Outputs],
+    sizes: tuple[int, ...],
+    requests: int,
+    fresh: bool,
+    kinds: Kinds | None,
+    options: dict[str, Any],
+) -> Graphed:
+    """Graphs of `step`, of chunks of these sizes in tokens. requests: at most. The others: see
+    `Prompts.graphed`."""
+    return breakable(
+        step,
+        Buckets(tokens=sizes, requests=requests, over="eager"),
+        tokens=("tokens", "positions"),
+        requests=("counts",) if fresh else ("counts", "before"),
+        over_budget="drop",
+        runner=AsItRuns() if kinds is None else OneSize(kinds),
+        **options,
+    )
 
 
 def _mask(tokens: Tensor, cache: PagedModelCache) -> Tensor:

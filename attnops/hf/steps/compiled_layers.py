@@ -19,11 +19,13 @@ from attnops.cache.batch import PagedBatch
 from attnops.core.private_torch import assert_async
 from attnops.graphs.per_layer import NUMBER, NotRegional, Regions, Twin, twin, write_back
 from attnops.hf.attention import descriptor
+from attnops.hf.cache.described import Masks, described, tree_masks, tree_of
 from attnops.hf.cache.model_pages import EMPTY, ModelPages
 from attnops.hf.cache.names import argument_of
-from attnops.hf.cache.paged_cache import Behind, PagedModelCache, Step, View, described
+from attnops.hf.cache.paged_cache import Behind, PagedModelCache, Step, View
 from attnops.hf.models.methods import is_replaced
 from attnops.hf.models.states import States
+from attnops.hf.steps.hidden import Outputs, outputs_of
 from attnops.lowering.compile_layers import repeated_blocks
 from attnops.nn.steady import is_linear
 
@@ -47,13 +49,14 @@ def layered(forward: Callable[..., Any], model: nn.Module, regions: Regions) -> 
         live: Tensor,
         cache: PagedModelCache,
         lengths: Tensor | None = None,
+        parents: Tensor | None = None,
     ) -> Any:
         layers, beside = modules_of(model, cache)
         try:
             here = Here(regions, cache, live.shape[0], threading.get_ident())
-            here.begin(live, lengths, input_ids.shape[1])
+            here.begin(live, lengths, input_ids.shape[1], parents)
             with here.calls(layers, beside):
-                return logits_of(forward, argument_of(model), input_ids, position_ids, cache)
+                return run_model(forward, argument_of(model), input_ids, position_ids, cache)
         finally:
             cache.state.end_step()
 
@@ -64,26 +67,32 @@ def verifying(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step of `layered` or `step_of` that verifies drafts, as graphs of such steps call it."""
 
     def verify(
-        tokens: Tensor, positions: Tensor, lengths: Tensor, live: Tensor, cache: PagedModelCache
+        tokens: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        live: Tensor,
+        cache: PagedModelCache,
+        parents: Tensor | None = None,
     ) -> Any:
-        """tokens, positions: int64 `[B * N]`. lengths, live: int64 `[B]`."""
+        """tokens, positions: int64 `[B * N]`. lengths, live: int64 `[B]`. parents: int32
+        `[B * N]`."""
         rows = live.shape[0], -1
-        return step(tokens.view(rows), positions.view(rows), live, cache, lengths)
+        tree = None if parents is None else parents.view(rows)
+        return step(tokens.view(rows), positions.view(rows), live, cache, lengths, tree)
 
     return verify
 
 
-def logits_of(
+def run_model(
     forward: Callable[..., Any],
     argument: str,
     input_ids: Tensor,
     position_ids: Tensor,
     cache: PagedModelCache,
-) -> Tensor:
-    """Of a step by a model's forward. argument: the name of the model's cache."""
+) -> Outputs:
+    """A step by a model's forward. argument: the name of the model's cache."""
     given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, argument: cache}
-    logits: Tensor = forward(**given, use_cache=True, return_dict=True).logits
-    return logits
+    return outputs_of(forward(**given, use_cache=True, return_dict=True))
 
 
 def starts(pages: ModelPages, live: Tensor, queries: int = 1) -> tuple[Tensor, Tensor]:
@@ -117,15 +126,18 @@ def _begin(
     planned: bool,
     lengths: Tensor | None = None,
     count: int = 1,
-) -> tuple[Tensor, Tensor, PagedBatch]:
-    """(the padding, positions before the step, its batch). The step of `count` tokens a row counts
-    as seen. lengths: see `place`; None: the tokens that the pages count."""
+    parents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, PagedBatch, Masks | None]:
+    """(the padding, positions before the step, its batch, its masks). The step of `count` tokens a
+    row counts as seen. lengths: see `place`; None: the tokens that the pages count. parents: see
+    `tree_masks`."""
     if lengths is not None:
         place(pages, lengths, live)
     (start, real), before = starts(pages, live, count), pages.seen.clone()
     batch = described(pages, before - start, real, count, heads, planned)
+    masks = None if parents is None else tree_masks(pages, batch, parents)
     pages.advance(torch.where(real, start, EMPTY), count)
-    return start, before, batch
+    return start, before, batch, masks
 
 
 @dataclass(frozen=True)
@@ -161,8 +173,10 @@ class Here:
             for module in (*layers, *beside):
                 vars(module).pop("forward", None)
 
-    def begin(self, live: Tensor, lengths: Tensor | None, count: int) -> None:
-        """Begin the step of the cache, of `count` tokens a row. lengths: as in `_begin`."""
+    def begin(
+        self, live: Tensor, lengths: Tensor | None, count: int, parents: Tensor | None
+    ) -> None:
+        """Begin the step of the cache, of `count` tokens a row. lengths, parents: of `_begin`."""
         state, rows = self.cache.state, self.rows
         pages = state.pages
         any_size = copy.copy(pages)
@@ -170,12 +184,12 @@ class Here:
         any_size.tables = tuple(self.regions.varying(table[:rows], 0, 1) for table in pages.tables)
         plans = pages.plans()
         planned = plans is not None and plans.whole
-        given = any_size, live, pages.sizes.layers[0].q_heads, planned, lengths, count
-        state.start, state.before, batch = self.regions(_begin, rows, given, {})
+        given = any_size, live, pages.sizes.layers[0].q_heads, planned, lengths, count, parents
+        state.start, state.before, batch, masks = self.regions(_begin, rows, given, {})
         state.verified = None if lengths is None else state.start
         planners = () if plans is None else plans.planners
         one_launch = pages.one_launch() if count == 1 else ()
-        state.step = Step(batch, (), False, one_launch, planners)
+        state.step = Step(batch, (), False, one_launch, planners, masks=masks)
         state.filled = True
         state.unfinished = count
 
@@ -243,6 +257,7 @@ class Here:
             heads=heads,
             packed=self.packed,
             one_launch=one_launch,
+            tree=tree_of(pages, step.masks, at),
             states=self._states(number, step),
         )
 

@@ -29,7 +29,7 @@ from attnops.hf import not_fast
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
-from attnops.hf.generation import after_others, look_again
+from attnops.hf.generation import after_others, look_again, note_read
 from attnops.hf.steps.calls import (
     Kind,
     StepInputs,
@@ -54,6 +54,7 @@ from attnops.hf.steps.captures import (
     why_steps,
 )
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
+from attnops.hf.steps.hidden import Outputs
 from attnops.hf.steps.model_state import Glance, holds
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import awaits_kernels
@@ -67,7 +68,7 @@ class Decoder:
     """The graphs of one model, over each set of pages that a cache uses or that waits in the pool.
     A step waits for that of another thread.
 
-    forward: the model's own, which `decode=` replaced.
+    forward: the model's own, which `decode=` replaced, `reading` what a draft head wants.
     make: returns a cache over given pages, which keep their tokens.
     plain_steps: steps that ran without graphs, because they asked for more than logits, or because
     graphs could not be made, or not yet.
@@ -101,7 +102,7 @@ class Decoder:
         self.products: dict[Product, None] = {}
         self._code: Any = None  # that of what is compiled: `free` forgets the glance alone
         self._recorded = Recorded()  # layers of the present state, for graphs over any pages
-        self._model, self._forward, self._make = model, forward, make
+        self._model, self.forward, self._make = model, forward, make
         self.captures = Captures(how.budget_bytes)
         self._kept = Kept({}, Counter())
         # By the hash of a state, which may hold thousands of addresses. States whose graphs are
@@ -190,23 +191,23 @@ class Decoder:
         cache: of this model, with a first step behind it, of as many rows.
         """
         state = state_of_step(input_ids, cache, position_ids)
-        forward = self._forward
+        forward = self.forward
         with self.turn:
             self._look(state)
             if runs_hooks(self._model):
                 forward = self._model  # they see calls of it; those of its parts set steps aside
             elif not self.aside:
                 try:
-                    logits = self._replayed(StepInputs(input_ids, position_ids), state)
-                    if logits is not None:
-                        return logits
+                    out = self._replayed(StepInputs(input_ids, position_ids), state)
+                    if out is not None:
+                        return out.logits
                     self.plain_steps += 1
                     self.look = True
                 except SideEffect as error:
                     self._set_aside(error, state)
             return plain_step(forward, input_ids, cache, position_ids, argument_of(self._model))
 
-    def _replayed(self, asked: StepInputs, state: State) -> Tensor | None:
+    def _replayed(self, asked: StepInputs, state: State) -> Outputs | None:
         """None: kernels of the step are still being compiled."""
         rows = asked.rows
         with self._graphs_of(state, rows, asked.queries) as found:
@@ -216,18 +217,18 @@ class Decoder:
                 return None
             if asked.position_ids is None:
                 asked = asked._replace(position_ids=positions(state, rows))
-            logits: Tensor = found.graphed(**asked.arguments(found.live[:rows]), cache=found.cache)
+            out: Outputs = found.graphed(**asked.arguments(found.live[:rows]), cache=found.cache)
             if not asked.queries:
                 self._kept.taken[kind_of(rows)] += 1
             state.rows = rows
             # Another thread's step may write the memory of the graphs as soon as it has its turn.
-            return logits.clone()
+            return out.copied()
 
-    def try_step(self, asked: StepInputs, cache: PagedModelCache) -> Tensor | None:
-        """As `step`; `[B, N, V]` of one that verifies, which mode "auto" alone has. None where the
-        model's own forward is to run the step, and the cache is as before: the step is set `aside`,
-        or, with mode "auto", graphs cannot be made, and `failures` has the reason, or their kernels
-        are being compiled."""
+    def try_step(self, asked: StepInputs, cache: PagedModelCache) -> Outputs | None:
+        """As `step`; with mode "auto" also one that verifies. None where the model's own forward is
+        to run the step, and the cache is as before: the step is set `aside`, or, with mode "auto",
+        graphs cannot be made, and `failures` has the reason, or their kernels are being compiled.
+        """
         with self.turn:
             if cache.state in self._without:
                 return None
@@ -241,7 +242,7 @@ class Decoder:
                 self._set_aside(error, cache.state)
         return None
 
-    def _tried(self, asked: StepInputs, state: State) -> Tensor | None:
+    def _tried(self, asked: StepInputs, state: State) -> Outputs | None:
         rows, queries = asked.rows, asked.queries
         self._last_kind = of_steps(kind_of(rows), queries)
         while Failed(None, self._last_kind, "breakable") not in self.failures.lasting:
@@ -250,10 +251,10 @@ class Decoder:
                 self._look(state)
                 if self._is_aside(state) or (mode := self._mode(rows, queries)) == "hf":
                     return None
-                logits = self._replayed(asked, state)
-                if self.failures.passing and logits is not None:
+                out = self._replayed(asked, state)
+                if self.failures.passing and out is not None:
                     self.failures.done(self._kind(rows, mode, queries))
-                return logits
+                return out
             except SideEffect:
                 raise
             except Exception as error:
@@ -268,10 +269,9 @@ class Decoder:
         """Note that a capture failed. Returns whether that costs the rest of this call its graphs,
         and no more."""
         self.forget(state.pages)
-        loss = not_fast.COMPILED if kind.mode == "piecewise" else not_fast.GRAPHS
         if again := self.failures.note(kind, error):
             self._without.add(state)
-        not_fast.warn(self._model, loss, self.failures.why(kind), passing=again)
+        not_fast.warn(self._model, kind.loss, self.failures.why(kind), passing=again)
         return again
 
     def _is_aside(self, state: State) -> bool:
@@ -307,6 +307,7 @@ class Decoder:
             try:
                 logits = self.prompts.run(given, *graphs)
                 self.captures.bound(*self._kept.over.values())
+                note_read(self.prompts.read)
                 return logits
             except SideEffect as error:
                 self._set_aside(error, state)
@@ -361,8 +362,7 @@ class Decoder:
         see `of_prompts`."""
         made, pages = self._kept.over, state.pages
         key = pages, of_prompts(recorded, fresh)
-        for each in (True, False):
-            self._kept.free(pages, of_prompts(not recorded, each))
+        self._kept.free_prompts(pages, not recorded)
         if key not in made:
             cache, options = self._make(pages), options_of(self._model, self.how)
             kinds = self._kinds(pages) if recorded else None
@@ -481,7 +481,7 @@ class Decoder:
             elif self.how.mode == "auto" and not deterministic(active_policy()):
                 regions = self._kinds(pages)
             graphed = graphed_steps(
-                self._model, self._forward, cache, self.how, passes, regions, queries
+                self._model, self.forward, cache, self.how, passes, regions, queries
             )
             over = made[key] = over_steps(cache, graphed, mode, queries)
         return over

@@ -7,11 +7,12 @@ for the host. Of the one step too many the cache forgets its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -24,10 +25,13 @@ from attnops.hf.steps.around import flags
 from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain, why_not_sampled
+from attnops.hf.steps.heads import addresses, modules_of
+from attnops.hf.steps.hidden import Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds, why_no_rounds
 from attnops.hf.steps.sampler_graph import Choice, Tail
 from attnops.hf.steps.speculate import Plan, drafting, plan_of
+from attnops.nn import Eagle3Head, pack_linears
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
 # once. More, up to _MOST_SMALL, are kept while all of them hold no more than so many bytes.
@@ -41,9 +45,20 @@ class Loop:
 
     def __init__(self, speculate: Any = None) -> None:
         self._drafts = plan_of(speculate)
+        if self.head is not None:
+            pack_linears(self.head)
         self._idle: list[Tail | Round] = []  # the last used one last
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
+
+    @property
+    def head(self) -> Eagle3Head | None:
+        """The draft head of the model's own."""
+        return None if self._drafts is None else self._drafts.form.head
+
+    def reads(self, owner: Any) -> tuple[nn.Module, ...]:
+        """The modules of the model whose outputs the head reads."""
+        return () if self.head is None else modules_of(owner, self.head)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": [], "_device": None}
@@ -127,11 +142,17 @@ class Loop:
 
     def _run(self, asked: Asked, decoder: Decoder, plan: Plan | None) -> Any:
         owner, ids, processors, _, config, _, given = asked
+        read = list[Read]()
+        with _read_by(plan, read):
+            out = owner._prefill(ids, config, given, is_first_iteration=True)
         # A copy of the last logits, so that a long prompt's others are freed.
-        logits = owner._prefill(ids, config, given, is_first_iteration=True).logits[:, -1:].clone()
+        logits = out.logits[:, -1:].clone()
+        del out
+        kept = _is_kept(cache_in(given), asked)
         if plan is not None:
-            kept = _is_kept(cache_in(given), asked)
-            if why := next(why_no_rounds(asked, decoder, plan, kept), ""):
+            if cache_in(given).states:
+                plan = plan._replace(form=plan.form._replace(trees=False))
+            if why := next(why_no_rounds(asked, decoder, plan, kept, read), ""):
                 plan = None
                 _note_rounds(f"nothing was drafted: {why}")
         choice = Choice(
@@ -143,7 +164,7 @@ class Loop:
             ends=sum(tokens.numel() for tokens in asked.eos),
             sampled=bool(config.do_sample),
             processors=fields(processors, ids.device),
-            flags=flags(),
+            flags=(*flags(), *addresses(None if plan is None else plan.form.head, owner)),
             drafts=None if plan is None else plan.form,
         )
         with decoder.turn:
@@ -154,7 +175,8 @@ class Loop:
                 if isinstance(tail, Tail):
                     return _decoded(asked, decoder, tail, logits)
                 assert plan is not None
-                return _drafted(asked, decoder, tail, logits, plan)
+                rounds = Rounds(asked, decoder, tail, read, kept)
+                return _drafted(rounds, asked, logits, plan)
         finally:
             with decoder.turn:
                 self._put_back(tail)
@@ -173,8 +195,10 @@ class Loop:
             if not tail.graphs.failures.passing:
                 return tail
         # What was not the choice's own fault is tried again.
-        made: type[Tail] | type[Round] = Tail if choice.drafts is None else Round
-        tail = tail or made(choice, asked.processors)
+        if tail is None and choice.drafts is None:
+            tail = Tail(choice, asked.processors)
+        elif tail is None:
+            tail = Round(choice, asked.processors, asked.owner.get_input_embeddings())
         self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
         tail.capture(self._device)
         if why := tail.graphs.reason:
@@ -235,9 +259,8 @@ def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:
     )
 
 
-def _drafted(asked: Asked, decoder: Decoder, made: Round, logits: Tensor, plan: Plan) -> Any:
+def _drafted(rounds: Rounds, asked: Asked, logits: Tensor, plan: Plan) -> Any:
     """As `_decoded`, in rounds."""
-    rounds = Rounds(asked, decoder, made, _is_kept(cache_in(asked.given), asked))
     try:
         with plan.drafts(asked) as draft:
             return rounds.run(logits, draft)
@@ -274,16 +297,13 @@ class _Steps:
     def next(self, length: int) -> Tensor:
         """Logits `[B, 1, V]` after a text of this length."""
         self._untold += 1
-        logits = (
-            self._decoder.try_step(StepInputs(self._tail.token, self._tail.position), self._cache)
-            if self._served
-            else None
-        )
-        if logits is None:
+        asks = StepInputs(self._tail.token, self._tail.position)
+        out = self._decoder.try_step(asks, self._cache) if self._served else None
+        if out is None:
             return self._plain(length)
         if self._running is not None:
             self._running.graphs = self._decoder.last_mode
-        return logits
+        return out.logits
 
     def _plain(self, length: int) -> Tensor:
         owner, seen = self._owner, CausalLMOutputWithPast(**named(self._cache))
@@ -304,6 +324,20 @@ def _told(tail: Tail, streamer: Any) -> bool:
     if streamer is not None:
         streamer.put(tokens)
     return finished
+
+
+@contextmanager
+def _read_by(plan: Plan | None, read: list[Read]) -> Iterator[None]:
+    """Within the block of a prompt `read` gets its hidden states, where a head wants them."""
+    running = running_generation()
+    if running is None or plan is None or plan.form.head is None:
+        yield
+        return
+    running.hidden = read
+    try:
+        yield
+    finally:
+        running.hidden = None
 
 
 def _note(why: str) -> None:

@@ -19,7 +19,7 @@ from attnops.hf.cache.names import argument_of
 from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.models.methods import modules_in, walked
 from attnops.hf.steps.around import function_modes
-from attnops.hf.steps.calls import step_of
+from attnops.hf.steps.calls import Nodes, step_of
 from attnops.hf.steps.collectives import without_collectives
 from attnops.hf.steps.compiled_layers import layered, verifying
 from attnops.hf.steps.model_state import Glance
@@ -73,7 +73,7 @@ def graphed_steps(
         regions: the layers that are compiled or recorded; None: steps are captured from eager
             code.
         queries: tokens of each row of steps that verify drafts, which have no plans and no compiled
-            layers; 0: steps of one token.
+            layers, `Nodes` of trees; 0: steps of one token.
     """
     capture: Callable[..., Graphed] = breakable
     step = step_of(forward, argument_of(model))
@@ -92,10 +92,12 @@ def graphed_steps(
         whole = Traced(how.inner, one_differs=True, passes=passes)
         capture = partial(Graphed, runner=PerLayer(regions, in_layers, whole))
     tokens = ("tokens", "positions") if queries else ()
+    if isinstance(queries, Nodes):
+        tokens = (*tokens, "parents")
     sizes = decode_sizes(cache.max_batch)
     return capture(
         step,
-        Buckets(decode=sizes, verify=(queries,) if queries > 1 else ()),
+        Buckets(decode=sizes, verify=(int(queries),) if queries > 1 else ()),
         tokens=tokens,
         requests=("lengths", "live") if queries else ("input_ids", "position_ids", "live"),
         state=(*cache.state.pages.counters, *cache.state.pages.states.written),

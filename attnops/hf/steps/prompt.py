@@ -34,19 +34,18 @@ from attnops.core.errors import (
 )
 from attnops.core.kernel import deterministic
 from attnops.core.select import active_policy
-from attnops.graphs import Buckets, Graphed, breakable
-from attnops.graphs.as_it_runs import AsItRuns
+from attnops.graphs import Graphed
 from attnops.graphs.compile_pieces import Inner
-from attnops.graphs.kinds import Kinds, OneSize
+from attnops.graphs.kinds import Kinds
 from attnops.graphs.per_layer import NotRegional, Regions
 from attnops.graphs.stale import uncached_casts
 from attnops.hf.attention.descriptor import padding_of
 from attnops.hf.cache.names import cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.models.rotations import follow_length, on_device
-from attnops.hf.steps.calls import more
+from attnops.hf.steps.calls import more, why_result
 from attnops.hf.steps.captures import FEW, Failures, Over, passing
-from attnops.hf.steps.chunk_step import ChunkStep
+from attnops.hf.steps.chunk_step import ChunkStep, chunk_graphs
 from attnops.hf.steps.chunks import (
     Part,
     chunk_of,
@@ -56,6 +55,7 @@ from attnops.hf.steps.chunks import (
     why_unpacked,
 )
 from attnops.hf.steps.early import Early
+from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.precompile import COMPILING, chunks_await_kernels
 from attnops.lowering import merge_linears_pass
 
@@ -82,9 +82,6 @@ _WRAPPED = "kv_b_proj is wrapped, and the layers keep its weights from a prompt 
 _UNPLANNED = "the kernel needs a plan of the host, which later chunks do not have"
 _NO_ROOM = "the budget of graphs (Decode.budget_bytes) has no room for its size"
 
-# Of a config: further results of every call.
-_FURTHER = ("output_hidden_states", "output_attentions")
-
 
 class _NotCaptured(Exception):
     """A chunk has no graph, and its layers are recorded for graphs alone. The message says why."""
@@ -100,6 +97,7 @@ class Prompts:
     graphs: what failures of captures are of now: recorded layers of a state, or compiled ones.
     why: why the model's own layers ran the last prompt, "" where compiled ones did. took: how these
     ran it, "compiled" or "captured".
+    read: the hidden states of its chunks, where a draft head reads them.
     """
 
     def __init__(
@@ -121,6 +119,7 @@ class Prompts:
         self._of_length = follow_length(model)
         self._by_host = self._of_length and not on_device(model)
         self.failures, self.graphs = Failures[str](), "graphs"
+        self.read = list[Read]()
         self._chooses = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     def changed(self) -> None:
@@ -175,16 +174,7 @@ class Prompts:
             yield "it has no positions for each row"
         if not self._chooses:
             yield "the model keeps no logits of chosen tokens"
-        yield from self._why_result(given)
-
-    def _why_result(self, given: dict[str, Any]) -> Iterator[str]:
-        """Each reason of the result that is asked for."""
-        if given.get("logits_to_keep") != 1:
-            yield "more than the last logits are asked for"
-        if given.get("return_dict") is False or given.get("use_cache") is False:
-            yield "it asks for another form of result"
-        if any(getattr(self._model.config, name, None) for name in _FURTHER):
-            yield "the model's config asks for more than logits"
+        yield from why_result(given, self._model.config)
 
     def run(
         self, given: dict[str, Any], graphs: Callable[[bool], Over], recorded: bool
@@ -408,6 +398,7 @@ class Prompts:
             lists = [each for part in parts for each in part[2:6]]
             sent = pages.upload([n for each in lists for n in each])
             sent = sent.split_with_sizes(list(map(len, lists)))
+            self.read.clear()
             return [
                 self._part(
                     part,
@@ -451,7 +442,7 @@ class Prompts:
             if not part.fresh:
                 given["before"] = before
             try:
-                logits: Tensor = over.graphed(**given, cache=over.cache)
+                out: Outputs = over.graphed(**given, cache=over.cache)
             except (SideEffect, _NotCaptured):
                 raise
             except Exception as error:
@@ -467,14 +458,23 @@ class Prompts:
             else:
                 self.failures.done(self._failed_of(part.fresh))
                 self._replayed = True
-                return logits[ends]  # a copy: graphs write their memory again
+                # Copies: graphs write their memory again.
+                self._note(out, counts, before, len(tokens))
+                return out.logits[ends]
         # Compiled code is guarded on the place of a slice. Without a last token, the logits of some
         # other one are dropped.
         last = last if part.last else before.new_zeros(1)
         regions = self._compiled()
-        return self._step(
+        out = self._step(
             tokens.clone(), positions.clone(), counts, before, last, part.fresh, cache, regions
-        )[: len(part.last)]
+        )
+        self._note(out, counts, before, len(tokens))
+        return out.logits[: len(part.last)]
+
+    def _note(self, out: Outputs, counts: Tensor, before: Tensor, tokens: int) -> None:
+        """Keep the hidden states of a chunk of so many tokens."""
+        if out.hidden is not None:
+            self.read.append(Read(counts, before, out.hidden[0, :tokens].clone()))
 
     def _compiled(self) -> Regions:
         self.regions = self.regions or Regions(self._inner, self._passes)
@@ -504,7 +504,7 @@ class Prompts:
             counts: Tensor,
             cache: PagedModelCache,
             before: Tensor | None = None,
-        ) -> Tensor:
+        ) -> Outputs:
             if kinds is not None and tokens.shape[0] not in CAPTURED:
                 raise _NotCaptured(_NO_ROOM)  # the bucket was dropped in this call
             last = (counts.cumsum(0) - 1).clamp(min=0)
@@ -512,12 +512,4 @@ class Prompts:
             regions = kinds or self._compiled()
             return self._step(tokens, positions, counts, before, last, fresh, cache, regions)
 
-        return breakable(
-            step,
-            Buckets(tokens=CAPTURED, requests=cache.max_batch, over="eager"),
-            tokens=("tokens", "positions"),
-            requests=("counts",) if fresh else ("counts", "before"),
-            over_budget="drop",
-            runner=AsItRuns() if kinds is None else OneSize(kinds),
-            **options,
-        )
+        return chunk_graphs(step, CAPTURED, cache.max_batch, fresh, kinds, options)

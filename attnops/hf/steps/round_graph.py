@@ -4,37 +4,60 @@ as one captured graph for each number of tokens."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnops.cache.paged import ordinary
 from attnops.core.record import need
 from attnops.graphs.cuda_graphs import Device
 from attnops.graphs.streams import LastStream
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.heads import HeadDrafts
+from attnops.hf.steps.hidden import Outputs, Read
+from attnops.hf.steps.paths import Paths
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
-from attnops.nn import Draft, DraftState
-from attnops.ops import accept, lookup_drafts
+from attnops.nn import Draft, DraftState, Eagle3Head
+from attnops.ops import advance_rows, lookup_drafts, next_inputs
 
 
 class Form(NamedTuple):
     """What graphs of rounds are made for.
 
     drafts: tokens that are drafted at most. max_ngram: of the longest text that is looked up in the
-    row's own; 0: others draft.
+    row's own; 0: others draft. head: a draft head that does. trees: may they draft trees?
     """
 
     drafts: int = 7
     max_ngram: int = 3
+    head: Eagle3Head | None = None
+    trees: bool = False
 
     @property
     def depths(self) -> tuple[int, ...]:
         """Tokens of a row that a round may verify. The first is known. The others are no drafts,
         half of them, or all."""
         return tuple(sorted({1, 1 + (self.drafts + 1) // 2, 1 + self.drafts}))
+
+
+PROBE = 32
+"""Rounds without drafts before another one tries them. A round with drafts that are wrong takes at
+most a third longer, so this costs 1%."""
+
+Way = Literal["", "drafts", "waits", "late"]
+"""What a head does in a choice: it drafts, lets states wait, or drafts after states have waited."""
+
+
+class Kind(NamedTuple):
+    """A choice that has a graph of its own. queries: tokens of a row. way: of a head; "" without
+    one."""
+
+    queries: int
+    way: Way
 
 
 class News(NamedTuple):
@@ -60,9 +83,16 @@ class Round:
     tokens: int64 `[B, room]`, the texts. What is behind `seq_lens` int32 `[B]` has no meaning.
     input, positions: int64 `[B, N]`, of the next step: the last token, and drafts.
     stored: int64 `[B]`, the tokens of each row that the pages keep.
+    tree: is the next input a tree?
+
+    For the host, one after the other: how many tokens are drafted for each row, whether it is
+    unfinished, and of each row how many tokens it got, and these.
     """
 
-    def __init__(self, choice: Choice, processors: Sequence[Callable[..., Any]]) -> None:
+    def __init__(
+        self, choice: Choice, processors: Sequence[Callable[..., Any]], embed: nn.Module
+    ) -> None:
+        """embed: the embeddings of the model."""
         self.choice, self.form = choice, choice.drafts or Form()
         rows, most, device = choice.rows, self.form.depths[-1], choice.device
         self._far = device.type == "cuda"
@@ -74,47 +104,73 @@ class Round:
             self._scores = torch.zeros(rows * most, choice.vocab, device=device)
             # Drawn before a replay, as `Tail` does.
             self._noise = torch.ones_like(self._scores) if choice.sampled else None
-            self.tokens = ints(rows, choice.room + most)
+            self.tokens = ints(rows, choice.room)
             self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-            self.stored, self._position, self._unfinished = ints(rows), ints(rows), ints(rows)
+            self.stored, self._position = ints(rows), ints(rows)
             self._drafts, self.input, self.positions = (ints(rows, most) for _ in range(3))
-            self._eos, self._pad, self._most = ints(choice.ends), ints(), ints()
+            self._eos, self._pad, self._most = ints(choice.ends), ints(), ints(1)
             self._last = ints(rows)  # the last position that plain decoding computes
             self._columns = torch.arange(most, device=device)
             self._lengths = ints(rows * most, 1)
             self._processors = ours_of(processors, device, self._lengths)
-            self._news = ints(rows + rows * most + 2)
+            self._accepted = torch.zeros(rows * most, dtype=torch.int32, device=device)
+            self._news = ints(rows * (3 + most))
+            self._offered, self._unfinished = self._news[: 2 * rows].view(2, rows)
+            self._head: HeadDrafts | None = None
+            if (head := self.form.head) is not None:
+                self._head = HeadDrafts(head, embed, rows, choice.room, most, PROBE)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
+        self.paths = Paths(rows, most, device) if self.form.trees else None
         self._stream = LastStream(device, self._tensors())
         self._arrived = torch.cuda.Event() if self._far else None
         self.graphs = ChoiceGraphs()
-        self._queries = 1
+        self.tree = False
+        self._device: Device | None = None
+        self._queries, self._waits = 1, False
+        self._missed = 0
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """Its buffers, without those of its processors."""
         noise = () if self._noise is None else (self._noise,)
-        rows = self.stored, self._position, self._last, self._unfinished, self.seq_lens
+        rows = self.stored, self._position, self._last, self.seq_lens, self._accepted
         steps = self._drafts, self.input, self.positions, self._lengths
         numbers = self._eos, self._pad, self._most, self._news
-        return self._scores, *noise, self.tokens, *rows, *steps, *numbers
+        trees = () if self.paths is None else self.paths.tensors
+        return self._scores, *noise, self.tokens, *rows, *steps, *numbers, *trees
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graphs."""
-        return self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
+        head = 0 if self._head is None else self._head.nbytes
+        paths = 0 if self.paths is None else self.paths.nbytes
+        return head + paths + self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
 
     def capture(self, device: Device) -> None:
         """Capture the graphs, before `begin`."""
         self._stream.use()
-        self.graphs.capture(device, self.form.depths[::-1], self._clear, self._choose)
+        self._device = device
+        depths = self.form.depths[::-1]
+        ways: tuple[Way, ...] = ("",) if self._head is None else ("drafts", "waits")
+        kinds = [Kind(n, way) for n in depths for way in ways]
+        if self._head is not None:
+            kinds.append(Kind(1, "late"))
+        self.graphs.capture(device, kinds, self._clear, self._choose)
 
     def _clear(self) -> None:
         for each in self._tensors():
             each.fill_(int(each is self._noise))
 
-    def begin(self, asked: Asked, stored: Tensor) -> None:
-        """Take a prompt. stored: int64 `[B]`, the tokens of each row in the pages."""
+    def over(self, pages: ModelPages) -> None:
+        """Take the pages of the next prompt."""
+        if self.paths is not None:
+            assert self._device is not None
+            self.paths.use(pages, self._device)
+
+    def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: Sequence[Read]) -> None:
+        """Take a prompt. padding, stored: int64 `[B]`, of each row in the pages. read: the hidden
+        states of the prompt, for a head."""
         self._stream.use()
+        self.tree = False
         ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]
         self.tokens[:, :length].copy_(ids)
@@ -124,27 +180,61 @@ class Round:
         self._position.copy_(asked.given["position_ids"][:, -1])
         self._last.copy_(self._position + (asked.max_length - 1 - length))
         self._unfinished.fill_(1)
+        self._missed = 0
         self._most.fill_(asked.max_length)
         if eos:
             self._eos.copy_(torch.cat([each.reshape(-1).to(self._eos.device) for each in eos]))
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
+        self._waits = False
+        if self._head is not None:
+            self._head.begin(read, ids, padding - (asked.columns - length), stored)
 
-    def choose(self, logits: Tensor) -> None:
-        """Append to each row what the model chose, and look drafts up. logits: `[B, N, V]`, after
-        the tokens of the last `input`, or the last of a prompt. `send` follows."""
+    def step(self, queries: int) -> StepInputs:
+        """What a step over the first so many tokens of the next input is called with."""
+        parents = None
+        if self.tree and queries > 1:
+            assert self.paths is not None
+            parents = self.paths.parents[:, :queries]
+        return StepInputs(
+            self.input[:, :queries], self.positions[:, :queries], self.stored, parents
+        )
+
+    def choose(self, out: Outputs, drafts: bool = True) -> None:
+        """Append to each row what the model chose, and draft. `send` follows.
+
+        out: of a step with the tokens of the last `input`, or after the last of a prompt.
+        drafts: will the drafts of a head be verified? It drafts none that are not.
+        """
+        logits = out.logits
         rows, queries = self.choice.rows, logits.shape[1]
+        if self._head is not None and out.hidden is not None:
+            self._head.take(out.hidden)
         self._queries = queries
         self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
-        self.graphs.run(queries, self._choose)
+        self.graphs.run(Kind(queries, self._way(drafts)), self._choose)
+        if self.tree and queries > 1:
+            assert self.paths is not None
+            self.paths.move(queries)
+
+    def _way(self, drafts: bool) -> Way:
+        """Of the next choice. drafts: will its drafts be verified?"""
+        if self._head is None:
+            return ""
+        late, self._waits = self._waits, not drafts
+        if drafts:
+            return "late" if late else "drafts"
+        return "waits"
 
     def send(self, draft: Draft | None) -> None:
-        """Send the news of the choice to the host. draft: proposes tokens that are not looked
-        up."""
-        if draft is not None:
+        """Send the news of the choice to the host. draft: proposes tokens that are not looked up;
+        None: none does, or it is not asked in this round."""
+        if draft is None:
+            self._missed += 1
+        else:
             self._propose(draft)
         self._host.copy_(self._news, non_blocking=True)
         if self._arrived is not None:
@@ -155,10 +245,16 @@ class Round:
         if self._arrived is not None:
             self._arrived.synchronize()
         rows, queries = self.choice.rows, self._queries
-        unfinished, offered, *rest = self._host[: 2 + rows + rows * queries].tolist()
-        counts, tokens = rest[:rows], rest[rows:]
-        each = [tokens[b * queries : b * queries + n] for b, n in enumerate(counts)]
-        return News(counts, each, offered, not unfinished)
+        offered, unfinished = self._host[: 2 * rows].view(2, rows).tolist()
+        each = self._got(self._host, queries).tolist()
+        counts = [count for count, *_ in each]
+        tokens = [found[:count] for count, *found in each]
+        return News(counts, tokens, max(offered), not any(unfinished))
+
+    def _got(self, news: Tensor, queries: int) -> Tensor:
+        """`[B, 1 + N]`: how many tokens each row got, and these."""
+        rows = self.choice.rows
+        return news[2 * rows : rows * (3 + queries)].view(rows, 1 + queries)
 
     def texts(self) -> Tensor:
         """int64 `[B, S]`: the texts, padded on the right to the longest. The host waits for its
@@ -168,80 +264,91 @@ class Round:
             columns = torch.arange(texts.shape[1], device=texts.device)
             return torch.where(columns < self.seq_lens[:, None], texts, self._pad)
 
-    def _choose(self, queries: int) -> None:
-        target = self._chosen(queries)
-        counts = self._counted(target)
-        columns = self._columns[:queries]
-        at = self.seq_lens[:, None] + columns
-        # Those behind the counts are written again by the next round.
-        self.tokens.scatter_(1, at, target)
-        last = target.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        last = torch.where(counts > 0, last, self.input[:, 0])
-        for each in (self.seq_lens, self.stored, self._position):
-            each.add_(counts)
-        self._draft(last)
-        offered = (self._drafts[:, 1:] >= 0).sum(1).amax()
-        torch.cat(
-            (self._unfinished.amax()[None], offered[None], counts, target.reshape(-1)),
-            out=self._news[: 2 + counts.numel() + target.numel()],
+    def _choose(self, kind: Kind) -> None:
+        queries, way = kind
+        target, news = self._chosen(queries), self._got(self._news, queries)
+        accepted = self._accepted[: self.choice.rows * queries].view(-1, queries)
+        advance_rows(
+            self._drafts[:, :queries],
+            target,
+            self._eos,
+            self._most,
+            None if self.paths is None else self.paths.parents[:, :queries],
+            tokens=self.tokens,
+            seq_lens=self.seq_lens,
+            stored=self.stored,
+            position=self._position,
+            unfinished=self._unfinished,
+            accepted=accepted,
+            news=news,
         )
+        if self.paths is not None:
+            self.paths.note(accepted, self.stored - news[:, 0])
+        drafts, max_ngram = self.form[:2]
+        found = self.tokens[:, :0]
+        counts = news[:, 0]
+        if self._head is not None and way == "waits":
+            self._head.wait(queries, counts, self.stored)
+        elif self._head is not None:
+            late = way == "late"
+            found = self._head.propose(
+                self.tokens, counts, self.stored, queries, late=late, drafts=drafts
+            )
+        if max_ngram:
+            found, _ = lookup_drafts(
+                self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
+            )
+        self._draft(found)
 
     def _chosen(self, queries: int) -> Tensor:
         """int64 `[B, N]`: the token that the model chooses after each token of the input."""
         rows = self.choice.rows
         scores = self._scores[: rows * queries]
         lengths = self._lengths[: rows * queries]
-        at = self.seq_lens[:, None] + self._columns[:queries]
-        lengths.copy_(at.reshape(-1, 1))
-        seen = self.input[:, :queries].reshape(-1, 1)
+        if any(isinstance(each, Held) for each in self._processors):
+            depths = self._columns if self.paths is None else self.paths.depths
+            at = self.seq_lens[:, None] + depths[..., :queries]
+            lengths.copy_(at.reshape(-1, 1))
+        seen = self.input[:, :queries]
         for processor in self._processors:
             if isinstance(processor, Held):
                 processor.length = lengths
-            scores = processor(seen, scores)
+            scores = processor(seen.reshape(-1, 1), scores)
         if self._noise is None:
             chosen = torch.argmax(scores, dim=-1)
         else:
             chosen = drawn(torch.softmax(scores, dim=-1), self._noise[: rows * queries])
         return chosen.view(rows, queries)
 
-    def _counted(self, target: Tensor) -> Tensor:
-        """int64 `[B]`: how many of the chosen tokens `[B, N]` each row gets. Rows that end are
-        finished."""
-        queries, columns = target.shape[1], self._columns[: target.shape[1]]
-        counts = accept(self._drafts[:, :queries].contiguous(), target)[1] + 1
-        counts = torch.minimum(counts, self._most - self.seq_lens)
-        if self.choice.ends:
-            ends = (target[..., None] == self._eos).any(-1)
-            first = torch.where(ends, columns + 1, queries + 1).amin(1)
-            counts = torch.minimum(counts, first)
-        counts = counts * self._unfinished
-        full = self.seq_lens + counts >= self._most
-        ended = full | (first <= counts) if self.choice.ends else full
-        self._unfinished.mul_(~ended)
-        return counts
-
-    def _draft(self, last: Tensor) -> None:
-        """Make the next input: the last token int64 `[B]` of each row, and its drafts."""
-        self._drafts[:, 0].copy_(last)
-        drafts, max_ngram = self.form
-        if max_ngram:
-            found = lookup_drafts(
-                self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
-            )
-            self._drafts[:, 1:].copy_(found[0])
-        self.input.copy_(self._drafts.clamp(min=0))
-        # The model may have no more positions. What is drafted behind the text is not accepted.
-        at = self._position[:, None] + self._columns
-        self.positions.copy_(torch.minimum(at, self._last[:, None]))
+    def _draft(self, found: Tensor) -> None:
+        """Make the next input: the last token of each row, and its drafts int64 `[B, K]`."""
+        next_inputs(
+            found,
+            self.tokens,
+            self.seq_lens,
+            self._position,
+            # The model may have no more positions. What is drafted behind the text is not accepted.
+            self._last,
+            words=self.choice.vocab,
+            drafts=self._drafts,
+            next_ids=self.input,
+            positions=self.positions,
+            offered=self._offered,
+        )
 
     def _propose(self, draft: Draft) -> None:
-        proposal = draft.propose(DraftState(self.tokens, self.seq_lens))
-        for name in ("parents", "probabilities"):
-            given = getattr(proposal, name)
-            want = "None: generate() verifies chains of tokens without probabilities"
-            need(given is None, f"proposal.{name}", type(given).__name__, want)
-        tokens = proposal.checked(self.choice.rows, self.choice.vocab).tokens[:, : self.form.drafts]
-        self._drafts[:, 1:].fill_(-1)
-        self._drafts[:, 1 : 1 + tokens.shape[1]].copy_(tokens)
-        self.input.copy_(self._drafts.clamp(0, self.choice.vocab - 1))
-        self._news[1].copy_((tokens >= 0).sum(1).amax())
+        missed, self._missed = self._missed, 0
+        proposal = draft.propose(DraftState(self.tokens, self.seq_lens, missed=missed))
+        given = proposal.probabilities
+        want = "None: generate() verifies drafts without probabilities"
+        need(given is None, "proposal.probabilities", type(given).__name__, want)
+        proposal = proposal.checked(self.choice.rows, self.choice.vocab)
+        want = "None: layers with states read one chain of tokens, and no branches"
+        chain = self.paths is not None or proposal.parents is None
+        need(chain, "proposal.parents", "a tensor", want)
+        self._draft(proposal.tokens)
+        self.tree = proposal.parents is not None
+        if self.paths is not None:
+            self.paths.take(proposal.parents)
+            at = self._position[:, None] + self.paths.depths
+            self.positions.copy_(torch.minimum(at, self._last[:, None]))

@@ -7,7 +7,9 @@ what the last choice was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -23,16 +25,13 @@ from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.models import take_back
 from attnops.hf.models.rotations import follow_length
-from attnops.hf.steps.calls import StepInputs, plain_verify
+from attnops.hf.steps.calls import plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
-from attnops.hf.steps.round_graph import News, Round
+from attnops.hf.steps.hidden import Outputs, Read
+from attnops.hf.steps.round_graph import PROBE, News, Round
 from attnops.hf.steps.speculate import Plan
 from attnops.nn import Draft
-
-PROBE = 32
-"""Rounds without drafts before another one tries them. A round with drafts that are wrong takes at
-most a third longer, so this costs 1%."""
 
 _FIRST, _KEPT = 0.7, 0.8
 """How often a draft is right, before any was tried, and the weight of the rounds before in that."""
@@ -41,14 +40,23 @@ _COST = 0.02
 """What one more token of a row adds to the time of a step, as a part of it."""
 
 
-def why_no_rounds(asked: Asked, decoder: Decoder, plan: Plan, kept: bool) -> Iterator[str]:
-    """Each reason why a plain call of `generate()` drafts nothing. kept: does the caller have the
-    cache after the call?"""
+def why_no_rounds(
+    asked: Asked, decoder: Decoder, plan: Plan, kept: bool, read: Sequence[Read]
+) -> Iterator[str]:
+    """Each reason why a plain call of `generate()` drafts nothing.
+
+    kept: does the caller have the cache after the call? read: the hidden states of the prompt, for
+    a head.
+    """
     yield from _why_steps(asked, decoder)
     yield from _why_rows(asked, kept)
     cache, before = cache_in(asked.given), asked.columns - asked.input_ids.shape[1]
     if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
         yield "the cache has no room for drafts behind the text"
+    if any(cache.state.pages.windows) and plan.form.depths[-1] > cache.state.pages.sizes.drafts:
+        yield "the sliding windows of the cache have no room for so many drafts"
+    if plan.form.head is not None and not read:
+        yield "the head has not read the states of the prompt"
     if before and plan.assistant is not None:
         yield "the assistant reads the text, which leaves tokens of the cache out"
     running = running_generation()
@@ -84,44 +92,57 @@ class Depth:
     """How many tokens the next round verifies for each row, by what the last ones were worth.
 
     depths: those that there are graphs for, from 1 on. accepted: of 0 to 1, how often a draft was
-    right.
+    right. tokens: that a row got in rounds with a tree, on average.
     """
 
     def __init__(self, depths: tuple[int, ...], rows: int) -> None:
         self.depths, self._rows = depths, rows
         self.accepted, self._idle = _FIRST, 0
+        self.tokens = inf
 
-    def note(self, queries: int, news: News) -> None:
-        """Take a round of so many tokens a row into account."""
+    def note(self, queries: int, news: News, tree: bool = False) -> None:
+        """Take a round of so many tokens a row into account. tree: were they one?"""
         live = [n for n in news.counts if n]
         if queries == 1 or not live:
+            return
+        if tree:
+            got = sum(live) / len(live)
+            self.tokens = got if self.tokens == inf else _KEPT * self.tokens + (1 - _KEPT) * got
             return
         right = sum(live) - len(live)
         tried = sum(min(n, queries - 1) for n in live)
         self.accepted = _KEPT * self.accepted + (1 - _KEPT) * right / tried
 
-    def next(self, offered: int) -> int:
-        """Of the next round, where so many tokens are drafted at most."""
+    def next(self, offered: int, tree: bool = False) -> int:
+        """Of the next round, where so many tokens are drafted at most. A tree is verified whole or
+        not at all."""
         if not offered:
             return 1
-        best = max(self.depths, key=self._worth)
+        depths = (1, self.depths[-1]) if tree else self.depths
+        best = max(depths, key=partial(self._worth, tree))
         if best > 1:
             self._idle = 0
             return best
         self._idle += 1
         return self.depths[-1] if self._idle % PROBE == 0 else 1
 
-    def _worth(self, queries: int) -> float:
+    def _worth(self, tree: bool, queries: int) -> float:
         """Tokens of a row in the time of a step of one token."""
-        tokens = sum(self.accepted**n for n in range(queries))
+        if tree:
+            tokens = self.tokens if queries > 1 else 1.0
+        else:
+            tokens = sum(self.accepted**n for n in range(queries))
         return tokens / (1 + _COST * (queries - 1) * max(1, self._rows / 8))
 
 
 class Rounds:
-    """The rounds of one call after its prompt. kept: see `why_no_rounds`."""
+    """The rounds of one call after its prompt. read, kept: see `why_no_rounds`."""
 
-    def __init__(self, asked: Asked, decoder: Decoder, made: Round, kept: bool) -> None:
-        self._asked, self._decoder, self._round, self._kept = asked, decoder, made, kept
+    def __init__(
+        self, asked: Asked, decoder: Decoder, made: Round, read: Sequence[Read], kept: bool
+    ) -> None:
+        self._asked, self._decoder, self._round = asked, decoder, made
+        self._read, self._kept = read, kept
         self._cache = cache_in(asked.given)
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
@@ -144,9 +165,13 @@ class Rounds:
         """
         asked, pages = self._asked, self._cache.state.pages
         padding = pages.pad[: self._rows].clone()
-        self._begin(pages.seen - padding)
+        stored = pages.seen - padding
+        with self._decoder.turn:
+            self._round.over(pages)
+            self._keep(stored)
+        self._round.begin(asked, padding, stored, self._read)
         try:
-            self._decode(logits, draft)
+            self._decode(Outputs(logits), draft)
         finally:
             if self._rows == 1:  # a cache that may be kept counts the padding that it had
                 with ordinary():
@@ -162,56 +187,65 @@ class Rounds:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **named(self._cache))
 
-    def _begin(self, stored: Tensor) -> None:
-        """stored: int64 `[B]`, the tokens of each row in the pages."""
-        asked, cache = self._asked, self._cache
-        self._round.begin(asked, stored)
-        if cache.states:
-            with ordinary():
-                anew = take_back.begin(asked.owner, cache, self._round.form.depths[-1], stored)
-            if anew:
-                self._decoder.forget(cache.state.pages)
+    def _keep(self, stored: Tensor) -> None:
+        """Begin to keep tokens that states may take back. stored: int64 `[B]`, those in the
+        pages."""
+        cache, most = self._cache, self._round.form.depths[-1]
+        if not cache.states:
+            return
+        with ordinary():
+            anew = take_back.begin(self._asked.owner, cache, most, stored)
+        if anew:
+            self._decoder.forget(cache.state.pages)
 
-    def _decode(self, logits: Tensor, draft: Draft | None) -> None:
+    def _decode(self, out: Outputs, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
         depth, offered = Depth(made.form.depths, self._rows), made.form.drafts
+        looks_up = draft is None and made.form.head is None
         counts = False  # the first tokens are the prompt's
         while True:
-            queries = logits.shape[1]
+            queries, tree = out.logits.shape[1], made.tree
+            # Behind this choice each unfinished row has one token more than the host knows of.
+            more = min(self._lengths) + 1 < most
+            # A draft that found nothing is asked again, as long as its tokens were right.
+            drafted = offered if looks_up else made.form.drafts
+            following = depth.next(drafted, made.tree) if more else 1
+            asked = draft if following > 1 else None
             with decoder.turn:
-                made.choose(logits)
+                made.choose(out, drafts=following > 1)
             # Not in the turn, for an assistant has one too, which another thread may have.
-            made.send(draft)
-            # By now each unfinished row has one token more than the host knows of.
-            if min(self._lengths) + 1 < most:
-                logits = self._step(depth.next(offered))
+            made.send(asked)
+            if made.tree and asked is not None:  # it may be the first
+                following = made.form.depths[-1]
+            if more:
+                out = self._step(following if offered else 1)
             news = self._told()
             if counts:
                 self.rounds += sum(n > 0 for n in news.counts)
                 self.tokens += sum(news.counts)
             if news.done:
                 return
-            depth.note(queries, news)
-            offered = news.offered
+            depth.note(queries, news, tree)
+            if asked is draft and made.form.head is None:
+                offered = news.offered
             counts = True
 
-    def _step(self, queries: int) -> Tensor:
-        """Logits `[B, N, V]` after the last tokens and the drafts. N is 1 where graphs cannot run
-        it."""
+    def _step(self, queries: int) -> Outputs:
+        """After the last tokens and the drafts. N is 1 where graphs cannot run it."""
         made, decoder, running = self._round, self._decoder, running_generation()
         for count in dict.fromkeys((queries, 1)):
-            asks = StepInputs(made.input[:, :count], made.positions[:, :count], made.stored)
-            logits = decoder.try_step(asks, self._cache)
-            if logits is not None:
+            asks = made.step(count)
+            out = decoder.try_step(asks, self._cache)
+            if out is not None:
                 if running is not None:
                     running.graphs = decoder.last_mode
-                return logits
+                return out
             self._lost = self._lost or decoder.why
         if running is not None:
             running.stepped = True
         decoder.plain_steps += 1
         decoder.look = True
-        return plain_verify(self._asked.owner, asks, self._cache)
+        return plain_verify(self._asked.owner, decoder.forward, asks, self._cache)
 
     def _told(self) -> News:
         """The news of the last choice, which the streamer has heard."""

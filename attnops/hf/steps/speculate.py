@@ -5,26 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
 from attnops.adapters.handle import MARK
-from attnops.core.errors import PatchError, fail
+from attnops.core.errors import InvalidInput, PatchError, fail, one_line
 from attnops.core.record import need
 from attnops.hf.cache.page_sizes import DRAFTS
 from attnops.hf.steps.assistant import Assistant
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.heads import against
 from attnops.hf.steps.reasons import REPLACED
 from attnops.hf.steps.round_graph import Form
-from attnops.nn import Draft
+from attnops.nn import Draft, Eagle3Head
 from attnops.ops.speculation.record import LONGEST
 
 LOOKUP, ASSISTANT = "prompt_lookup_num_tokens", "assistant_model"
 """transformers' arguments of `generate()`."""
 
-Speculate = Literal["lookup"] | nn.Module | Draft | None
-"""The option of `patch`."""
+Speculate = Literal["lookup"] | str | PathLike[str] | nn.Module | Draft | None
+"""The option of `patch`. Another text than "lookup" is the folder of a draft head's checkpoint."""
+
+MOST_DRAFTS = 63
+"""Tokens that an object may draft for a row."""
 
 _NGRAM = "max_matching_ngram_size"
 
@@ -56,6 +62,8 @@ class Plan(NamedTuple):
 
 LOOKS_UP = Plan(Form())
 _PROPOSED = Form(max_ngram=0)
+_OF_HEADS = 5
+"""Tokens that a head drafts: each one costs a step of it."""
 
 
 class Drafting(NamedTuple):
@@ -77,27 +85,62 @@ class Drafting(NamedTuple):
         return arguments
 
 
-def check(speculate: Any, owner: Any) -> None:
-    """Raise InvalidInput unless it is an option of `patch`, PatchError for an assistant with other
-    words than the model has."""
-    known = isinstance(speculate, nn.Module) or speculate in (None, "lookup")
-    want = "None, 'lookup', a transformers model that drafts, or an object with propose(state)"
-    need(known or hasattr(speculate, "propose"), "speculate", repr(speculate), want)
-    assists = isinstance(speculate, nn.Module) and not hasattr(speculate, "propose")
-    if assists and (why := _other_words(owner, speculate)):
+def taken(speculate: Any, owner: Any) -> Any:
+    """The option of `patch` as the model has it: a head in place of its folder.
+
+    Raises InvalidInput unless it is one, PatchError for an assistant with other words than the
+    model has, and for a head that is not of this model.
+    """
+    if speculate is None or (isinstance(speculate, str) and speculate == "lookup"):
+        return speculate
+    if isinstance(speculate, (str, PathLike)) and Path(speculate).is_dir():
+        speculate = _head_in(str(speculate), owner)
+    want = "None, 'lookup', the folder of a draft head, an attnops.nn.Eagle3Head, a transformers "
+    want += "model that drafts, or an object with propose(state)"
+    known = isinstance(speculate, nn.Module) or hasattr(speculate, "propose")
+    need(known, "speculate", repr(speculate), want)
+    most = _num_drafts(speculate)
+    want = f"1 to {MOST_DRAFTS} tokens that the object drafts for a row at most"
+    whole = isinstance(most, int) and 1 <= most <= MOST_DRAFTS
+    need(whole, "speculate.num_drafts", repr(most), want)
+    why = ""
+    if isinstance(speculate, Eagle3Head):
+        why = against(speculate, owner)
+    elif not hasattr(speculate, "propose"):
+        why = _other_words(owner, speculate)
+    if why:
         fail(PatchError, f"patch: got speculate={type(speculate).__name__}; {why}")
+    return speculate
+
+
+def _head_in(folder: str, owner: Any) -> Eagle3Head:
+    """The head of a checkpoint; that of a patched model, where it came from this folder."""
+    handle = vars(owner).get(MARK)
+    held: Any = None if handle is None else handle.decode.speculate
+    if isinstance(held, Eagle3Head) and held.folder == folder:
+        return held
+    try:
+        return Eagle3Head.from_folder(folder, owner.get_input_embeddings())
+    except InvalidInput as error:
+        raise PatchError(f"patch: got speculate={folder!r}; {one_line(error)}") from None
 
 
 def plan_of(speculate: Any) -> Plan | None:
     """The plan of a model with this option."""
     if speculate is None:
         return None
-    if not isinstance(speculate, nn.Module) and speculate == "lookup":
+    if isinstance(speculate, str):
         return LOOKS_UP
+    if isinstance(speculate, Eagle3Head):
+        return Plan(Form(_OF_HEADS, 0, speculate))
     if hasattr(speculate, "propose"):
-        draft: Any = speculate
-        return Plan(_PROPOSED, draft)
+        return Plan(Form(_num_drafts(speculate), 0, trees=True), speculate)
     return Plan(_PROPOSED, assistant=speculate)
+
+
+def _num_drafts(draft: Any) -> Any:
+    """The most tokens that an object drafts for a row: its `num_drafts`, where it has one."""
+    return getattr(draft, "num_drafts", _PROPOSED.drafts)
 
 
 def _other_words(owner: Any, assistant: Any) -> str:

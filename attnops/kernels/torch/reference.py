@@ -109,6 +109,8 @@ CALLED: tuple[Row, ...] = (
     ("vertical_slash_attention", vertical_slash.vertical_slash_attention, FLOATS, None, "lse"),
     ("lookup_drafts", speculation.lookup_drafts, IDS, None, ""),
     ("accept", speculation.accept, IDS, None, ""),
+    ("advance_rows", speculation.advance_rows, IDS, None, ""),
+    ("next_inputs", speculation.next_inputs, IDS, None, ""),
     ("accept_sampled", speculation.accept_sampled, IDS, None, ""),
     ("build_tree", speculation.build_tree, IDS, None, ""),
     ("tree_mask", speculation.tree_mask, INT32, None, ""),

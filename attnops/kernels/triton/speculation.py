@@ -17,6 +17,8 @@ IDS, INT32 = (torch.int64,), (torch.int32,)
 for _op, _dtypes in (
     ("lookup_drafts", IDS),
     ("accept", IDS),
+    ("advance_rows", IDS),
+    ("next_inputs", IDS),
     ("accept_sampled", IDS),
     ("build_tree", IDS),
     ("tree_mask", INT32),

@@ -74,6 +74,58 @@ def _parents(scene: Scene, rows: int, nodes: int, kind: str) -> Tensor | None:
     return (share * node).to(I32) - (node == 0).to(I32)
 
 
+ROUNDS: Rows = {
+    "chain": ((9, 4, 20, 17), 30, (25,), 8, "none", (1,)),
+    "tree": ((9, 4, 5, 12, 7, 3), 20, (18,), 16, "tree", (2,), 3),
+    "full": ((9, 12, 11, 10), 12, (12,), 6, "chain", (), 1),
+    "past_the_most": ((14, 9, 8), 16, (9,), 4, "none", ()),
+    "wider_than_the_text": ((5, 3, 0), 6, (40,), 5, "none", (), 1),
+    "several_ends": ((3,) * 8, 40, (30,), 8, "none", (2, 7, 3), 5),
+    "one_node": ((3, 8, 5), 9, (9,), 1, "none", (0,)),
+    "broken": ((3,) * 9, 40, (30,), 13, "broken", ()),
+    "no_rows": ((), 5, (9,), 4, "tree", (1,)),
+}
+
+
+def _round(
+    scene: Scene, lengths: Sequence[int], width: int, nodes: int, tree: str, words: int = 2
+) -> Given:
+    """Some rows have ended."""
+    scene.sizes |= {"B": len(lengths), "N": nodes}
+    given = _nodes(scene, len(lengths), nodes, tree, words)
+    counters = {name: _words(scene, 99, len(lengths)) for name in ("stored", "position")}
+    return {
+        "drafts": given["tokens"],
+        "target": given["target"],
+        "parents": given["parents"],
+        **_text(scene, lengths, width),
+        **counters,
+        "unfinished": (~scene.source.chance(len(lengths), p=0.2)).long(),
+    }
+
+
+INPUTS: Rows = {
+    "plain": ((9, 4, 20), 20, 7, 8),
+    "fewer_drafts": ((3, 5), 9, 2, 8),
+    "more_drafts": ((3, 5), 9, 9, 3),
+    "no_drafts": ((3, 5), 9, 0, 4),
+    "one_node": ((1, 7), 9, 3, 1),
+    "no_rows": ((), 9, 3, 4),
+}
+
+
+def _drafted(scene: Scene, lengths: Sequence[int], width: int, count: int) -> Given:
+    """Some drafts are no words of the model, which has 9."""
+    rows = scene.sizes["B"] = len(lengths)
+    return {
+        **_text(scene, lengths, width, 9),
+        "found": _words(scene, 12, rows, count, least=-2),
+        "position": _words(scene, 9, rows),
+        "last_position": _words(scene, 12, rows, least=6),
+        "words": 9,
+    }
+
+
 SAMPLED: Rows = {
     **{name: (*row, {"words": 4}) for name, row in NODES.items() if name != "wide"},
     "siblings": (6, 24, "wide", {"words": 5}),
@@ -141,6 +193,7 @@ MASKS: Rows = {
     "one_node": ((4, 1), 1, 9, "chain"),
     "short_rows": ((0, 3, -2, 40), 5, 12, "tree"),
     "many": ((2100, 64), 64, 2304, "wide"),
+    "window": ((9, 20, 7), 7, 24, "tree", {"window": 4}),
     "broken": ((14, 20, 9), 9, 20, "broken"),
     "no_keys": ((3, 4), 3, 0, "tree"),
     "no_rows": ((), 3, 8, "tree"),
@@ -157,7 +210,9 @@ def _seen(scene: Scene, lengths: Sequence[int], nodes: int, tree: str) -> Given:
 CASES = {
     "lookup_drafts": Grid("lengths width max_ngram num_drafts words", TEXTS, _text),
     "accept": Grid("rows nodes tree words", NODES, _nodes),
+    "advance_rows": Grid("lengths width most nodes tree eos words", ROUNDS, _round),
+    "next_inputs": Grid("lengths width count N", INPUTS, _drafted),
     "accept_sampled": Grid("rows nodes tree words blank", SAMPLED, _sampled),
     "build_tree": Grid("rows count num_nodes tree ties", TREES, _candidates),
-    "tree_mask": Grid("lengths nodes num_keys tree", MASKS, _seen),
+    "tree_mask": Grid("lengths nodes num_keys tree window", MASKS, _seen),
 }

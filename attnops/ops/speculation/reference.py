@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from attnops.ops.speculation.record import Accept, LookupDrafts
+    from attnops.ops.speculation.rows import AdvanceRows, NextInputs
     from attnops.ops.speculation.sampled import AcceptSampled
     from attnops.ops.speculation.tree import BuildTree, TreeMask
 
@@ -34,16 +35,20 @@ def lookup_drafts(call: LookupDrafts) -> tuple[Tensor, Tensor]:
 
 
 def accept(call: Accept) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference of `attnops.ops.accept`. Children come after their parents, so that one pass
-    over the nodes follows the whole way."""
-    tokens, target = call.tokens, call.target
+    """The reference of `attnops.ops.accept`."""
+    return _way(call.tokens, call.target, call.parents)
+
+
+def _way(tokens: Tensor, target: Tensor, parents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """See `attnops.ops.accept`. Children come after their parents, so that one pass over the nodes
+    follows the whole way."""
     batch, nodes = tokens.shape
     node = tokens.new_zeros(batch, dtype=torch.int32)
     accepted, following = torch.zeros_like(node), target[:, 0]
     path = node.new_full((batch, nodes), -1)
     path[:, 0] = 0
     for child in range(1, nodes):
-        parent = child - 1 if call.parents is None else call.parents[:, child]
+        parent = child - 1 if parents is None else parents[:, child]
         token = tokens[:, child]
         goes = (parent == node) & (token == following) & (token >= 0)
         node = torch.where(goes, child, node)
@@ -51,6 +56,44 @@ def accept(call: Accept) -> tuple[Tensor, Tensor, Tensor]:
         accepted = accepted + goes
         path.scatter_(1, accepted[:, None].long(), node[:, None])
     return path, accepted, following.clone()
+
+
+def advance_rows(call: AdvanceRows) -> None:
+    """The reference of `attnops.ops.advance_rows`."""
+    path, accepted, _ = _way(call.drafts, call.target, call.parents)
+    nodes, width = path.shape[1], call.tokens.shape[1]
+    columns = torch.arange(nodes, device=path.device)
+    chosen = call.target.gather(1, path.clamp(min=0).long())
+    ends = (chosen[..., None] == call.eos).any(-1)
+    first = torch.where(ends, columns + 1, nodes + 1).amin(1)
+    most = call.most.clamp(max=width)
+    room = (most - call.seq_lens).clamp(min=0)
+    counts = torch.minimum(torch.minimum(accepted + 1, room), first)
+    counts = torch.where(call.unfinished == 0, 0, counts)
+    kept = columns < counts[:, None]
+    place = torch.arange(width, device=path.device) - call.seq_lens[:, None]
+    appended = chosen.gather(1, place.clamp(0, nodes - 1))
+    new = (place >= 0) & (place < counts[:, None])
+    call.tokens.copy_(torch.where(new, appended, call.tokens))
+    ended = (call.seq_lens + counts >= most) | (first <= counts)
+    call.unfinished.masked_fill_(ended, 0)
+    for each in (call.seq_lens, call.stored, call.position):
+        each.add_(counts)
+    call.accepted.copy_(torch.where(kept, path, -1))
+    call.news[:, 0] = counts
+    call.news[:, 1:] = torch.where(kept, chosen, -1)
+
+
+def next_inputs(call: NextInputs) -> None:
+    """The reference of `attnops.ops.next_inputs`."""
+    nodes, width = call.drafts.shape[1], call.tokens.shape[1]
+    last = (call.seq_lens.long() - 1).clamp(0, width - 1)[:, None]
+    found = F.pad(call.found, (0, nodes), value=-1)[:, : nodes - 1]
+    call.drafts.copy_(torch.cat([call.tokens.gather(1, last), found], 1))
+    call.next_ids.copy_(call.drafts.clamp(0, call.words - 1))
+    at = call.position[:, None] + torch.arange(nodes, device=found.device)
+    call.positions.copy_(torch.minimum(at, call.last_position[:, None]))
+    call.offered.copy_((found >= 0).sum(1))
 
 
 def accept_sampled(call: AcceptSampled) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,4 +181,9 @@ def tree_mask(call: TreeMask) -> Tensor:
     of_tree = torch.arange(keys, device=parents.device) - first[:, None]
     at = of_tree.clamp(0, nodes - 1)[:, None].expand(batch, nodes, keys)
     mask = (seen.gather(2, at) & (of_tree < nodes)[:, None]) | (of_tree < 0)[:, None]
+    if call.window:
+        depth = seen.sum(2) - 1
+        # The root is at 0, and the keys before the tree at negative numbers.
+        place = torch.where(of_tree < 0, of_tree, depth.gather(1, of_tree.clamp(0, nodes - 1)))
+        mask = mask & (depth[:, :, None] - place[:, None] < call.window)
     return mask.flatten(0, 1)

@@ -91,6 +91,7 @@ class TreeMask(Call):
     seq_lens: Tensor = arg("B", INT32)
     _: KW_ONLY
     num_keys: int = arg(least=0, symbolic=True)
+    window: int = arg(default=0, least=0, always=True)
 
 
 TREE_MASK = define(
@@ -103,7 +104,7 @@ TREE_MASK = define(
 )
 
 
-def tree_mask(parents: Tensor, seq_lens: Tensor, *, num_keys: int) -> Tensor:
+def tree_mask(parents: Tensor, seq_lens: Tensor, *, num_keys: int, window: int = 0) -> Tensor:
     """bool `[B * N, num_keys]`: the keys that each node of a tree sees, as `mask` of
     `paged_attention` wants it.
 
@@ -115,9 +116,14 @@ def tree_mask(parents: Tensor, seq_lens: Tensor, *, num_keys: int) -> Tensor:
             ancestors. N is at least 1.
         seq_lens: int32 `[B]`, keys of each row, its nodes included.
         num_keys: columns of the mask: max_pages * page, or more.
+        window: keys that a node sees at most, its own included; 0: all. They are counted along its
+            way from the root, so that nodes of one depth see as far back. The window of
+            `paged_attention` counts places, and would be too narrow for later branches.
 
     Raises:
         InvalidInput: a shape, dtype, device or number breaks this contract.
     """
-    out: Tensor = TREE_MASK(TreeMask(parents, seq_lens, num_keys=num_keys, policy=active_policy()))
+    out: Tensor = TREE_MASK(
+        TreeMask(parents, seq_lens, num_keys=num_keys, window=window, policy=active_policy())
+    )
     return out

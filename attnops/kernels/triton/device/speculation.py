@@ -63,6 +63,24 @@ def nodes_of(tokens_ptr, parents_ptr, tokens_n, parents_n, words, N: constexpr, 
 
 
 @triton.jit
+def way(n, token, parent, target, NP: constexpr):
+    """(the nodes from the root along the drafts that the target chose, -1 beyond; what it chose
+    after each of them; how many drafts they are)."""
+    path = tl.where(n == 0, 0, -1)
+    accepted = 0
+    following = tl.sum(tl.where(n == 0, target, 0), 0)
+    chosen = tl.where(n == 0, target, 0)
+    node = tl.min(tl.where((parent == 0) & (token == following), n, NP), 0)
+    while node < NP:
+        accepted += 1
+        path = tl.where(n == accepted, node, path)
+        following = tl.sum(tl.where(n == node, target, 0), 0)
+        chosen = tl.where(n == accepted, following, chosen)
+        node = tl.min(tl.where((parent == node) & (token == following), n, NP), 0)
+    return path, chosen, accepted
+
+
+@triton.jit
 def accept(
     tokens_ptr,
     target_ptr,
@@ -87,18 +105,10 @@ def accept(
         tokens_ptr + row * tokens_b, parents_ptr, tokens_n, parents_n, ANY, N, NP
     )
     target = tl.load(target_ptr + row * target_b + n.to(tl.int64) * target_n, mask=n < N, other=-1)
-    path = tl.where(n == 0, 0, -1)
-    accepted = 0
-    following = tl.sum(tl.where(n == 0, target, 0), 0)
-    node = tl.min(tl.where((parent == 0) & (token == following), n, NP), 0)
-    while node < NP:
-        accepted += 1
-        path = tl.where(n == accepted, node, path)
-        following = tl.sum(tl.where(n == node, target, 0), 0)
-        node = tl.min(tl.where((parent == node) & (token == following), n, NP), 0)
+    path, chosen, accepted = way(n, token, parent, target, NP)
     tl.store(path_ptr + row * N + n, path, mask=n < N)
     tl.store(accepted_ptr + row, accepted)
-    tl.store(next_ptr + row, following)
+    tl.store(next_ptr + row, tl.sum(tl.where(n == accepted, chosen, 0), 0))
 
 
 @triton.jit

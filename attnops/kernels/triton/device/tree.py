@@ -104,6 +104,7 @@ def tree_mask(
     N: constexpr,
     NP: constexpr,
     BLOCK: constexpr,
+    WINDOW: constexpr,
 ):
     """Grid: (batch * N, cdiv(width, BLOCK)). mask: bytes `[batch * N, width]`, contiguous. See
     `attnops.ops.tree_mask`."""
@@ -111,15 +112,21 @@ def tree_mask(
     key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     of_tree = key - (tl.load(lengths_ptr + row * lengths_b).to(tl.int64) - N)
     seen = of_tree < 0
-    if tl.max(of_tree, 0) >= 0:
+    if (WINDOW > 0) | (tl.max(of_tree, 0) >= 0):
         n = tl.arange(0, NP)
         parent = tl.load(
             parents_ptr + row * parents_b + n.to(tl.int64) * parents_n, mask=n < N, other=-1
         )
         parent = tl.where(parent < n, parent, -1)
         node = tl.program_id(0) % N
+        way = 0
         while node >= 0:
-            seen = seen | (of_tree == node)
+            inside = (WINDOW == 0) | (way < WINDOW)
+            seen = seen | ((of_tree == node) & inside)
             node = tl.sum(tl.where(n == node, parent, 0), 0)
+            way += 1
+        # `way` tokens lie between the keys before the tree and the next.
+        if WINDOW > 0:
+            seen = seen & ((of_tree >= 0) | (of_tree >= way - WINDOW))
     out = mask_ptr + tl.program_id(0).to(tl.int64) * width + key
     tl.store(out, seen.to(tl.uint8), mask=key < width)

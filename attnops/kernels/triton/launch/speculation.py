@@ -9,10 +9,11 @@ from torch import Tensor
 
 from attnops.kernels.shared.launch.gpu import launch
 from attnops.kernels.shared.sizes import power
-from attnops.kernels.triton.device import speculation as device, tree
+from attnops.kernels.triton.device import rows, speculation as device, tree
 
 if TYPE_CHECKING:
     from attnops.ops.speculation.record import Accept, LookupDrafts
+    from attnops.ops.speculation.rows import AdvanceRows, NextInputs
     from attnops.ops.speculation.sampled import AcceptSampled
     from attnops.ops.speculation.tree import BuildTree, TreeMask
 
@@ -47,12 +48,37 @@ def accept(call: Accept) -> tuple[Tensor, Tensor, Tensor]:
     return results
 
 
+def advance_rows(call: AdvanceRows) -> None:
+    batch, nodes = call.drafts.shape
+    if not batch:
+        return
+    texts = call.tokens, call.seq_lens, call.stored, call.position, call.unfinished
+    written = (*texts, call.accepted, call.news)
+    given = call.drafts, call.target, call.eos
+    strides = (*_strides(*given), *_before(call), *_strides(*written))
+    args = (*given, call.most, call.parents, *written, len(call.eos), call.tokens.shape[1])
+    constants = {"N": nodes, "NP": power(nodes)}
+    launch(rows.advance_rows, (batch,), constants, (*args, *strides), warps=1)
+
+
+def next_inputs(call: NextInputs) -> None:
+    batch, nodes = call.drafts.shape
+    if not batch:
+        return
+    given = call.found, call.tokens, call.seq_lens, call.position, call.last_position
+    written = call.drafts, call.next_ids, call.positions, call.offered
+    args = (*given, *written, call.tokens.shape[1], call.words)
+    constants = {"K": call.found.shape[1], "N": nodes, "NP": power(nodes)}
+    strides = _strides(*given, *written)
+    launch(rows.next_inputs, (batch,), constants, (*args, *strides), warps=1)
+
+
 def accept_sampled(call: AcceptSampled) -> tuple[Tensor, Tensor, Tensor]:
     results, constants = _of_nodes(call)
     batch, _, words = call.target_probs.shape
     if batch:
         given = (call.tokens, call.target_probs, call.draft_probs, call.noise)
-        strides = [n for x in given for n in x.stride()]
+        strides = _strides(*given)
         rest = call.noise.new_empty(batch, words)
         constants["BLOCK"] = min(power(words), MOST_AT_ONCE)
         args = (*given, call.parents, rest, *results, words, *strides, *_before(call))
@@ -70,7 +96,11 @@ def _of_nodes(
     return results, {"N": nodes, "NP": power(nodes)}
 
 
-def _before(call: Accept | AcceptSampled) -> tuple[int, ...]:
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()]
+
+
+def _before(call: Accept | AcceptSampled | AdvanceRows) -> tuple[int, ...]:
     return (0, 0) if call.parents is None else call.parents.stride()
 
 
@@ -80,7 +110,7 @@ def build_tree(call: BuildTree) -> tuple[Tensor, ...]:
     found = call.tokens.new_empty(batch, nodes)
     results = (found, *(torch.empty_like(found, dtype=torch.int32) for _ in range(3)))
     if batch:
-        strides = [n for x in given for n in x.stride()]
+        strides = _strides(*given)
         sizes = {"M": most, "N": nodes, "NP": power(nodes), "BLOCK": min(power(most), COMPARED)}
         launch(tree.build_tree, (batch,), sizes, (*given, *results, *strides), warps=8)
     return results
@@ -96,7 +126,7 @@ def tree_mask(call: TreeMask) -> Tensor:
         launch(
             tree.tree_mask,
             (batch * nodes, -(-keys // block)),
-            {"N": nodes, "NP": power(nodes), "BLOCK": block},
+            {"N": nodes, "NP": power(nodes), "BLOCK": block, "WINDOW": call.window},
             (*args, *parents.stride(), lengths.stride(0)),
         )
     return mask

@@ -1,0 +1,208 @@
+"""`HeadDrafts`: what a draft head does in the rounds of `generate()`, over pages of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnops.cache.batch import PagedBatch
+from attnops.cache.paged import ordinary
+from attnops.core.problem import Problem
+from attnops.graphs.kinds import Kinds
+from attnops.graphs.per_layer import NotRegional
+from attnops.hf.cache.described import described
+from attnops.hf.cache.model_pages import ModelPages
+from attnops.hf.cache.page_sizes import Sizes
+from attnops.hf.steps.chunks import packed
+from attnops.hf.steps.graphed_steps import passes_of
+from attnops.hf.steps.hidden import Read
+from attnops.hf.steps.options import Decode
+from attnops.nn import Eagle3Head
+from attnops.ops import token_rows
+from attnops.ops.pages.plan import paged_layers
+
+
+def states_of(head: Eagle3Head, layers: int) -> tuple[int, ...]:
+    """The numbers of the `hidden_states` of a target of so many layers that a head reads."""
+    return head.states or (2, layers // 2, layers - 3)
+
+
+def modules_of(owner: Any, head: Eagle3Head) -> tuple[nn.Module, ...]:
+    """The modules of a model that return the states which a head reads, in order."""
+    layers = owner.get_decoder().layers
+    numbers = states_of(head, len(layers))
+    return tuple(layers[n - 1] if n else owner.get_input_embeddings() for n in numbers)
+
+
+def addresses(head: Eagle3Head | None, owner: Any) -> tuple[int, ...]:
+    """Where the weights are that the graphs of a head read; () without one."""
+    if head is None:
+        return ()
+    return tuple(t.data_ptr() for t in (*head.parameters(), owner.get_input_embeddings().weight))
+
+
+def against(head: Eagle3Head, owner: Any) -> str:
+    """Why a head cannot draft for a model; "" where it can."""
+    embed, layers = (
+        owner.get_input_embeddings().weight,
+        owner.config.get_text_config().num_hidden_layers,
+    )
+    weight, width = head.fc.weight, embed.shape[1]
+    model = type(owner).__name__
+    if head.vocab_size != embed.shape[0]:
+        return f"it has {head.vocab_size} words and {model} has {embed.shape[0]}; want as many"
+    if head.target_hidden_size != width:
+        got = f"it reads states of {head.target_hidden_size} numbers"
+        return f"{got}, and those of {model} have {width}"
+    if head.embed_tokens is None and head.hidden_size != width:
+        want = f"{head.hidden_size} numbers"
+        return f"it has no embeddings, and wants {want} of a token where {model} has {width}"
+    if (weight.device, weight.dtype) != (embed.device, embed.dtype):
+        return (
+            f"it is {weight.dtype} on {weight.device}, and {model} {embed.dtype} on {embed.device}"
+        )
+    if not all(0 <= number < layers for number in states_of(head, layers)):
+        return f"it reads the states {states_of(head, layers)}, and {model} has {layers} layers"
+    return ""
+
+
+def layer_of(head: Eagle3Head) -> Problem:
+    """The attention of a head."""
+    core, weight = head.midlayer.self_attn.attention, head.fc.weight
+    return paged_layers(core.num_heads, core.num_kv_heads, core.head_dim, 0, weight.dtype)
+
+
+class HeadDrafts:
+    """Chains of greedy tokens of a head.
+
+    The head reads a token and the target's states of the token before it, and its pages keep such
+    pairs: the pair at position p has the token at p + 1 of the text, counted from `base`. It reads
+    nothing in rounds that draft nothing: their states wait.
+
+    Args:
+        head: of the target.
+        embed: the target's embeddings.
+        rows, room: of its pages; positions of a row.
+        queries: tokens of a row that a round verifies at most.
+        waiting: rounds of one token whose states may wait.
+
+    Attributes:
+        base: int64 `[B]`, the target's tokens before those that the head has read, which are those
+            of one call.
+    """
+
+    def __init__(
+        self, head: Eagle3Head, embed: nn.Module, rows: int, room: int, queries: int, waiting: int
+    ) -> None:
+        self.head, self._embed, self._layer = head, embed, layer_of(head)
+        self._kinds: Kinds | None = Kinds(passes_of(Decode(), {}))
+        device, self._waiting = head.fc.weight.device, waiting + queries
+        sizes = Sizes(rows, room + self._waiting, (self._layer,), device, None, fixed=True)
+        self.pages = ModelPages(sizes)
+
+        def states(count: int) -> Tensor:
+            return head.fc.weight.new_zeros(rows * count, head.fc.in_features)
+
+        with ordinary():
+            # Pairs in the pages, and the column of a text that has position 0.
+            self.base, self._held, self._shift = (
+                torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
+            )
+            self._first = torch.arange(rows, device=device)[:, None]
+            self._new, self._states = states(queries), states(self._waiting)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages and buffers."""
+        return self.pages.nbytes + self._new.nbytes + self._states.nbytes
+
+    def take(self, hidden: Tensor) -> None:
+        """Take the states `[B, N, W]` of a step that has verified, before `propose` or `wait`."""
+        self._new[: hidden.shape[0] * hidden.shape[1]].copy_(hidden.flatten(0, 1))
+
+    def begin(self, read: Sequence[Read], ids: Tensor, shift: Tensor, stored: Tensor) -> None:
+        """Read a prompt, and take the states of its last tokens.
+
+        read: all of it. ids: int64 `[B, L]`, the text. shift: int64 `[B]`, the column in `ids` of
+        each row's first token in the target's pages. stored: int64 `[B]`, tokens of each row there.
+        """
+        self.pages.use()
+        self.base.copy_(read[0].before.clamp(min=0))
+        self._shift.copy_(shift + self.base)
+        # The pair of the last token has a token that is not chosen yet.
+        self._held.copy_(stored - self.base - 1)
+        states = read[0].hidden.new_zeros(len(stored), read[0].hidden.shape[1])
+        for counts, before, hidden in read:
+            total = hidden.shape[0]
+            ends = hidden[(counts.cumsum(0) - 1).clamp(min=0)]
+            states = torch.where((before + counts == stored)[:, None], ends, states)
+            batch = packed(self.pages, counts, before - self.base, total)
+            assert batch.positions is not None
+            rows = token_rows(batch.cu_seqlens_q, total).clamp(max=ids.shape[0] - 1)
+            at = batch.positions + 1 + self._shift[rows]
+            tokens = ids[rows, at.clamp(0, ids.shape[1] - 1)]
+            self._step(tokens, hidden, batch, tokens.new_zeros(1))
+        self.take(states[:, None])
+
+    def wait(self, queries: int, counts: Tensor, stored: Tensor) -> None:
+        """Keep the states of a step of `queries` tokens a row, behind those that wait.
+
+        counts, stored: int64 `[B]`, the tokens that each row has got, and those that the target's
+        pages keep with them.
+        """
+        waited = stored - counts - self.base - self._held
+        columns = torch.arange(queries, device=waited.device)
+        place = (waited[:, None] + columns).clamp(max=self._waiting - 1)
+        at = (self._first * self._waiting + place).flatten()
+        self._states.index_copy_(0, at, self._new[: len(at)])
+
+    def propose(
+        self, texts: Tensor, counts: Tensor, stored: Tensor, queries: int, late: bool, drafts: int
+    ) -> Tensor:
+        """int64 `[B, drafts]`: what may follow the last token of each row.
+
+        texts: int64 `[B, L]`. counts, stored: as in `wait`. queries: tokens of a row that the last
+        step has verified. late: have states waited?
+        """
+        self.wait(queries, counts, stored)
+        new = self._waiting if late else queries
+        rows, length = len(stored), stored - self.base
+        columns = torch.arange(new, device=texts.device)
+        at = (self._held + self._shift)[:, None] + columns + 1
+        tokens = texts.gather(1, at.clamp(max=texts.shape[1] - 1))
+        states = self._states.view(rows, self._waiting, -1)[:, :new].flatten(0, 1)
+        last = self._first[:, 0] * new + (length - self._held - 1).clamp(0, new - 1)
+        batch = described(self.pages, self._held, None, new, self._layer.q_heads)
+        token, state = self._step(tokens.flatten(), states, batch, last)
+        self._held.copy_(length)
+        found = [token]
+        for batch in self.pages.steps(length, drafts - 1) if drafts > 1 else ():
+            token, state = self._step(token, state, batch)
+            found.append(token)
+        return torch.stack(found, 1)
+
+    def _step(
+        self, tokens: Tensor, hidden: Tensor, batch: PagedBatch, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(the likeliest words of the target, int64 `[R]`; the head's states `[R, E]`) behind the
+        tokens int64 `[T]`, at `rows` int64 `[R]`; None: at all."""
+        given = tokens if self.head.embed_tokens is not None else self._embed(tokens)
+        keys, values = self.pages.layers[0]
+        where = {"rows": rows, "batch": batch, "k_pages": keys, "v_pages": values}
+        logits, state = self._run(given, hidden, where)
+        return self.head.to_target(logits.argmax(-1)), state
+
+    def _run(self, given: Tensor, hidden: Tensor, where: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The head, by fused linears where it can be recorded."""
+        if self._kinds is not None:
+            self._kinds.begin()
+            try:
+                out: tuple[Tensor, Tensor] = self._kinds(self.head, 1, (given, hidden), where)
+                return out
+            except NotRegional:
+                self._kinds = None
+        logits, state = self.head(given, hidden, **where)
+        return logits, state

@@ -1,0 +1,230 @@
+"""Draft heads in generate(): they read the states of prompts and of steps that verify, and greedy
+tokens are those of plain decoding."""
+
+import copy
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+
+import attnops
+from attnops.core.errors import PatchError
+from attnops.hf import tiny
+from attnops.hf.cache.names import cache_of, named
+from attnops.hf.steps import rounds
+from attnops.hf.steps.heads import states_of
+from attnops.hf.steps.round_graph import Round
+from attnops.nn import Eagle3Head
+from tests.hf.decoding import auto
+from tests.hf.drafting import asked, worth
+
+STATES = (1, 2, 0)
+
+
+def words_of(model, **more):
+    """The config of a head."""
+    config = model.config.get_text_config()
+    width = config.hidden_size
+    return {
+        "hidden_size": width,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 2 * width,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size // 2,
+        "eagle_aux_hidden_state_layer_ids": STATES,
+        **more,
+    }
+
+
+def head_of(model, seed=5, **more):
+    """A head with random weights."""
+    torch.manual_seed(seed)
+    head = Eagle3Head(words_of(model, **more))
+    if head.draft_vocab_size < head.vocab_size:
+        head.d2t.copy_(torch.arange(head.draft_vocab_size))  # every second word
+    return head
+
+
+@torch.no_grad()
+def chain(model, head, text, drafts, skipped=0):
+    """What the head drafts after a text, from the states of the whole text."""
+    states = model(text[None, :-1], output_hidden_states=True).hidden_states
+    hidden = torch.cat([states[n] for n in states_of(head, len(states) - 1)], -1)[0, skipped:]
+    embed, found = model.get_input_embeddings(), []
+    tokens = text[1 + skipped :]
+    for _ in range(drafts):
+        logits, states = head(embed(tokens)[None], hidden[None])
+        found.append(head.to_target(logits[0, -1:].argmax(-1)))
+        tokens = torch.cat([tokens, found[-1]])
+        hidden = torch.cat(
+            [hidden if hidden.shape[-1] == states.shape[-1] else head.fc(hidden), states[0, -1:]]
+        )
+    return torch.cat(found)
+
+
+def patched(model, head):
+    ours = copy.deepcopy(model)
+    return ours, attnops.patch(ours, decode=auto(compile_after=None), speculate=head)
+
+
+@pytest.fixture
+def proposed(monkeypatch):
+    """Of each round: the tokens that each row's pages keep, and the drafts behind the next one."""
+    found, own = [], Round.send
+
+    def noted(made, draft):
+        found.append((made.stored.clone(), made._drafts[:, 1:].clone()))
+        own(made, draft)
+
+    monkeypatch.setattr(Round, "send", noted)
+    return found
+
+
+def check(model, head, given, want, proposed):
+    """Each draft is what the head drafts after the whole text."""
+    proposed = [(stored, tokens) for stored, tokens in proposed if (tokens >= 0).any()]
+    assert len(proposed) > 3
+    pad = (given["attention_mask"] == 0).sum(1)
+    for stored, tokens in proposed:
+        for row, length in enumerate(pad + stored + 1):
+            if length < want.shape[1]:
+                text = want[row, pad[row] : length]
+                assert torch.equal(tokens[row], chain(model, head, text, tokens.shape[1]))
+
+
+def taught(model, head, texts, steps=60):
+    """The head, which has learned the next tokens of these texts int64 `[B, S]`."""
+    with torch.no_grad():
+        states = model(texts, output_hidden_states=True).hidden_states
+        hidden = torch.cat([states[n] for n in states_of(head, len(states) - 1)], -1)[:, :-2]
+        embeddings = model.get_input_embeddings()(texts[:, 1:-1])
+    words = texts[:, 2:]
+    learned = torch.optim.Adam(head.parameters(), 0.01)
+    for _ in range(steps):
+        logits, _ = head(embeddings, hidden)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten()).backward()
+        learned.step()
+        learned.zero_grad()
+    return head.requires_grad_(False)
+
+
+LAYERS: dict[str, dict[str, int]] = {"gemma3": {}}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "qwen3_moe"])
+def test_what_a_head_drafts(kind, proposed):
+    """From prompts with padding, in graphs and in the model's own layers, and from rounds whose
+    rows accept different numbers: what it would draft after the whole text."""
+    model = tiny.model(kind, **LAYERS.get(kind, {"num_hidden_layers": 4}))
+    calls = [{**asked(rows), "max_new_tokens": 18} for rows in (1, 3, 3)]
+    texts = [model.generate(**given) for given in calls]
+    head = taught(model, head_of(model, draft_vocab_size=None), texts[2][::2])
+    ours, handle = patched(model, head)
+    for given, want in zip(calls, texts, strict=True):
+        proposed.clear()
+        assert torch.equal(ours.generate(**given), want)
+        assert worth(handle) >= 1
+        check(model, head, given, want, proposed)
+    assert worth(handle) > 1.3
+
+
+def test_a_head_that_has_not_read_the_turns_before():
+    """It reads the tokens of a call, from wherever the cache of the caller ends."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours = copy.deepcopy(model)
+    how = auto(compile_after=None)
+    handle = attnops.patch(ours, cache="paged", decode=how, speculate=head_of(model))
+    given = {**asked(1), "max_new_tokens": 8, "return_dict_in_generate": True}
+    want, got = model.generate(**given), ours.generate(**given, **named(handle.new_cache(1, 64)))
+    turn = torch.cat([want.sequences, torch.tensor([[7, 8, 9]])], 1)
+    more = {**given, "input_ids": turn, "attention_mask": torch.ones_like(turn)}
+    again = model.generate(**more, **named(cache_of(want)))
+    assert torch.equal(ours.generate(**more, **named(cache_of(got))).sequences, again.sequences)
+    assert worth(handle) >= 1
+
+
+def test_a_model_with_a_head_returns_what_it_did():
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, handle = patched(model, head_of(model))
+    given = asked(2)
+    del given["do_sample"]
+    with torch.no_grad():
+        assert ours(**given).hidden_states is None
+        assert len(ours(**given, output_hidden_states=True).hidden_states) == 5
+    call = {**asked(1), "max_new_tokens": 6}
+    want = model.generate(**call)
+    assert torch.equal(ours.generate(**call, prompt_lookup_num_tokens=3), want)
+    assert torch.equal(ours.generate(**call, num_beams=2), model.generate(**call, num_beams=2))
+    assert handle.took.rounds == "attnops drafted nothing: num_beams="
+
+
+def test_weights_of_a_head_that_are_replaced(proposed):
+    """Graphs read them where they were: there are new ones."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    head = head_of(model)
+    ours, _ = patched(model, head)
+    given = {**asked(1), "max_new_tokens": 12}
+    want = model.generate(**given)
+    for seed in (5, 6):
+        head.load_state_dict(head_of(model, seed).state_dict(), assign=True)
+        proposed.clear()
+        assert torch.equal(ours.generate(**given), want)
+        check(model, head, given, want, proposed)
+
+
+WRONG = {
+    "vocab_size": ({"vocab_size": 64}, "it has 64 words and LlamaForCausalLM has 128"),
+    "states": (
+        {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
+        "and LlamaForCausalLM has 4 layers",
+    ),
+    "width": ({"target_hidden_size": 32}, "it reads states of 32 numbers"),
+    "embeddings": ({"hidden_size": 32, "target_hidden_size": 64}, "it has no embeddings"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_head_of_another_model(name):
+    words, told = WRONG[name]
+    model = tiny.model("llama", num_hidden_layers=4)
+    with pytest.raises(PatchError, match=told):
+        attnops.patch(copy.deepcopy(model), speculate=head_of(model, **words))
+
+
+def test_a_folder(tmp_path):
+    model = tiny.model("llama", num_hidden_layers=4)
+    head = head_of(model)
+    ours = copy.deepcopy(model)
+    with pytest.raises(PatchError, match="the folder of a checkpoint"):
+        attnops.patch(ours, speculate=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(words_of(model)))
+    tensors = head.state_dict()
+    torch.save(
+        {k: v for k, v in tensors.items() if "o_proj" not in k}, tmp_path / "pytorch_model.bin"
+    )
+    with pytest.raises(PatchError, match=r"no midlayer\.self_attn\.o_proj\.weight"):
+        attnops.patch(ours, speculate=str(tmp_path))
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    how = auto(compile_after=None)
+    handle = attnops.patch(ours, decode=how, speculate=tmp_path)
+    assert attnops.patch(ours, decode=how, speculate=str(tmp_path)) is handle
+    given = {**asked(1), "max_new_tokens": 8}
+    assert torch.equal(ours.generate(**given), model.generate(**given))
+    assert worth(handle) >= 1
+
+
+def test_a_head_that_is_seldom_right(proposed, monkeypatch):
+    """It reads nothing while nothing is drafted, and then all that it missed."""
+    monkeypatch.setattr(rounds, "PROBE", 5)
+    model = tiny.model("llama", num_hidden_layers=4)
+    head = head_of(model)
+    ours, _ = patched(model, head)
+    given = {**asked(3), "max_new_tokens": 50}
+    want = model.generate(**given)
+    assert torch.equal(ours.generate(**given), want)
+    idle = [bool((tokens < 0).all()) for _, tokens in proposed]
+    assert 4 < len(idle) - sum(idle) < len(idle) / 2
+    assert (True, False) in pairwise(idle)
+    check(model, head, given, want, proposed)
