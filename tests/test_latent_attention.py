@@ -20,6 +20,7 @@ from attnops.nn import (
     attend_latents,
 )
 from attnops.nn.latent import absorbed_weights, gathered
+from attnops.ops import tree_mask
 from tests.formula import plain
 from tests.modules import close, cu, pages_of, poisoned, refused
 
@@ -230,6 +231,24 @@ def test_a_scale_of_pages_that_need_none():
             close(got, module(x)[0, 5:])
 
 
+@pytest.mark.parametrize("absorb", [0, 99])
+def test_a_tree_of_tokens(absorb):
+    """A node has what its branch alone gives it."""
+    module, cache, parents = layer(absorb=absorb), cache_for(), [-1, 0, 0, 1, 2]
+    first, nodes = torch.randn(6, E, dtype=F64), torch.randn(5, E, dtype=F64)
+    request = cache.alloc()
+    feed(module, cache, [request], [6], [first])
+    batch = cache.batch([request], 5)
+    tree = torch.tensor([parents], dtype=torch.int32)
+    mask = tree_mask(tree, batch.seq_lens, num_keys=batch.page_table.shape[1] * cache.page_size)
+    where = {**pages_of(cache), "mask": mask, "positions": mask.sum(1) - 1}
+    with torch.no_grad():
+        got = module(nodes, batch=batch, **where)
+    for node, branch in enumerate(([0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4])):
+        [want] = dense(module, [torch.cat([first, nodes[branch]])])
+        close(got[node], want[-1])
+
+
 def test_a_cascade_is_the_plain_batch():
     module, cache = layer(F32), cache_for(F32)
     first = torch.randn(8, E)  # two whole pages
@@ -257,7 +276,14 @@ def test_a_cascade_is_the_plain_batch():
         )
 
 
-@pytest.mark.parametrize("more", [{"softcap": 2.0}, {"window_left": 3}], ids=str)
+RULES = {
+    "softcap": {"softcap": 2.0},
+    "window": {"window_left": 3},
+    "mask": {"mask": torch.arange(128) % 3 < torch.tensor([[2], [1]])},
+}
+
+
+@pytest.mark.parametrize("more", RULES.values(), ids=RULES)
 def test_a_cascade_has_the_rules_of_the_plain_batch(more):
     """Or there is none, as with a window."""
     module, cache = layer(F32), cache_for(F32)
@@ -399,7 +425,9 @@ BAD = {
     "latent_pages: got shape (3, 4, 5, 6), want [P, page, Dc + Dr]": paged(
         latent_pages=torch.zeros(3, 4, 5, 6)
     ),
-    "mask: got shape (3, 3), want None with batch": paged(mask=torch.ones(3, 3)),
+    "mask: got shape (3, 3), want None with float8_scales": paged(
+        mask=torch.ones(3, 3), float8_scales=(1.0, 1.0)
+    ),
     "q_nope.shape[2]: got 17, want 16": paged(attend_latents, q_nope=torch.randn(3, H, NOPE + 1)),
     "q_pe: got shape (4, 8), want [T, H, Dr]": paged(attend_latents, q_pe=torch.randn(H, ROPE)),
     "latent_pages.shape[2]: got 40, want 41": paged(attend_latents, latent=torch.randn(3, DC + 1)),

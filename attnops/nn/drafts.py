@@ -86,7 +86,11 @@ class Proposal(NamedTuple):
 
 class Draft(Protocol):
     """Anything that proposes tokens. The target verifies them, so that a wrong proposal costs time
-    and no token."""
+    and no token.
+
+    `generate()` reads an attribute `num_drafts` where there is one: the most tokens that a proposal
+    has for a row, 1 to 63; else 7.
+    """
 
     def propose(self, state: DraftState) -> Proposal:
         """The tokens that may follow each row's text. K may not depend on values of tensors: a

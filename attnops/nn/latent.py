@@ -316,6 +316,7 @@ def attend_latents(
     scale: float,
     kv_scale: Tensor | None = None,
     absorb_up_to: int | None = None,
+    mask: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """`[T, H, v]`: write the new tokens into their pages, then attend, absorbed or expanded as fits
@@ -333,6 +334,7 @@ def attend_latents(
             `attnops.ops.latent.absorb_or_expand` finds cheaper absorbed, and any number under a
             deterministic policy, where the choice must not depend on the other requests of the
             batch.
+        mask: as in `mla_attention`, of a step that is then absorbed, or None.
         kernel: force a kernel by name, on those of `mla_attention` and `varlen_attention` that have
             one of that name.
 
@@ -347,7 +349,7 @@ def attend_latents(
         dims, q_nope, latent_pages, batch, kernel, before=before, absorb_up_to=absorb_up_to
     )
     write_latent(latent, k_pe, latent_pages, batch.slots, kv_scale=kv_scale)
-    if before is not None:
+    if before is not None and mask is None:
         if absorb_up_to is None:
             sizes = (dims.nope, dims.rope, dims.latent, dims.v)
             heads = int(q_nope.shape[1])
@@ -383,6 +385,7 @@ def attend_latents(
         batch,
         scale=scale,
         kv_scale=kv_scale,
+        mask=mask,
         kernel=absorbing,
     )
 

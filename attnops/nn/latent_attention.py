@@ -146,7 +146,8 @@ class LatentAttention(nn.Module):
                 tensor `[B, j, E]` (max_seqlen is then optional, as in `Attention.forward`).
             positions: int `[S]` or `[B, S]`, or `[T]`, for RoPE. Default: from 0 in each request,
                 or the batch's.
-            mask: dense and packed: as in `attnops.attention` and `varlen_attention`.
+            mask: as the op takes it (`attnops.attention`, `varlen_attention`, `mla_attention`),
+                e.g. of a tree of drafts over pages; none with float8_scales.
             kv_start, kv_end: dense: int `[B]`, keys outside are invisible.
             batch: from the cache. No gradient: call it under torch.no_grad().
             latent_pages: this layer's, `[P, page, Dc + Dr]`, written; the layer's dtype, or
@@ -211,9 +212,10 @@ class LatentAttention(nn.Module):
         hidden = check.hidden_states(hidden, self.hidden_size, dense)
         at = check.positions_of(hidden, positions, cu_seqlens, batch)
         if batch is not None and latent_pages is not None:
-            check.absent("with batch", mask=mask)
+            if float8_scales is not None:
+                check.absent("with float8_scales", mask=mask)
             check.tensor("latent_pages", latent_pages, "[P, page, Dc + Dr]", 3)
-            return self._paged(hidden, at, batch, latent_pages, kv_scale, float8_scales)
+            return self._paged(hidden, at, batch, latent_pages, kv_scale, float8_scales, mask)
         q_nope, q_pe, latent, k_pe = self._project(hidden, at)
         query = torch.cat([q_nope, q_pe], -1)
         key, value = unfold(self.dims, q_nope.shape[-2], latent, k_pe, self.kv_b_proj)
@@ -272,6 +274,7 @@ class LatentAttention(nn.Module):
         latent_pages: Tensor,
         kv_scale: Tensor | None,
         float8_scales: tuple[float, float] | None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """A step over pages, whose arguments are checked. at: the position of each token."""
         if float8_scales is not None:
@@ -303,6 +306,7 @@ class LatentAttention(nn.Module):
                 scale=self.scale,
                 kv_scale=kv_scale,
                 absorb_up_to=self.absorb_up_to,
+                mask=mask,
                 kernel=self.kernel,
             )
         )

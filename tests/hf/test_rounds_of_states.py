@@ -12,10 +12,9 @@ from attnops.core.errors import InvalidInput, NotCapturable, NotFast
 from attnops.hf.cache.names import named
 from attnops.hf.models import convolutions
 from attnops.hf.steps import decode
-from attnops.nn import Proposal
 from tests.hf import hybrids
 from tests.hf.decoding import ENDS, auto
-from tests.hf.drafting import Oracle, asked, patched, worth
+from tests.hf.drafting import Branches, Oracle, asked, patched, worth
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 ONE_OF_EACH = ("qwen3_5", "bamba", "lfm2")
@@ -165,21 +164,6 @@ def test_an_error_half_way_of_a_step_that_verifies(monkeypatch):
         ours.generate(torch.arange(1, 20)[None], **given)
 
 
-class Branches:
-    """Drafts two tokens that may follow the last one."""
-
-    def propose(self, state):
-        rows = state.tokens.shape[0]
-        parents = torch.zeros(rows, 2, dtype=torch.int32)
-        return Proposal(torch.full((rows, 2), 5), parents)
-
-
-def test_a_tree_is_refused():
-    ours, _ = patched(hybrids.model("lfm2"), Branches())
-    with pytest.raises(InvalidInput, match=r"parents: got a tensor, want None: layers with states"):
-        ours.generate(**asked(1), max_new_tokens=6)
-
-
 def test_more_drafts_than_a_call_before():
     """Graphs of the first one hold memory that is gone. Without drafts nothing is kept."""
     model = hybrids.model("qwen3_5")
@@ -198,3 +182,12 @@ def test_more_drafts_than_a_call_before():
         poison(pages)
     assert sizes == [0, 6, 6, 20, 20]
     assert counted[0] < counted[1] == counted[2] < counted[3] == counted[4]
+
+
+def test_a_tree_is_refused():
+    model, draft = hybrids.model("lfm2"), Branches(4)
+    ours, _ = patched(model, draft)
+    given = {**asked(1), "max_new_tokens": 12, "pad_token_id": 0}
+    draft.texts = model.generate(**given)
+    with pytest.raises(InvalidInput, match=r"proposal\.parents: got a tree, want None"):
+        ours.generate(**given)

@@ -36,13 +36,13 @@ def test_tokens_are_those_of_plain_decoding(kind, small_pages):
 def test_nothing_moves_for_a_chain(monkeypatch):
     """A draft may propose either."""
     model, tree, chain = tiny.model("llama"), Branches(4), Oracle(4)
-    moved, move = [], Paths.move
+    moved, run = [], Paths.run
 
-    def noted(paths, nodes):
+    def noted(paths, nodes, move):
         moved.append(nodes)
-        move(paths, nodes)
+        run(paths, nodes, move)
 
-    monkeypatch.setattr(Paths, "move", noted)
+    monkeypatch.setattr(Paths, "run", noted)
 
     class Turns(Oracle):
         count = 0

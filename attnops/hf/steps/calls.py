@@ -245,7 +245,8 @@ def plain_verify(
 ) -> Outputs:
     """A step of the model `owner` that verifies, by its own forward."""
     assert inputs.lengths is not None
-    step, state = verifying(step_of(forward, cache_names.argument_of(owner))), cache.state
+    step = verifying(step_of(forward, cache_names.argument_of(owner)))
+    state = cache.state
     try:
         out: Outputs = step(**inputs.arguments(torch.ones_like(inputs.lengths)), cache=cache)
         return out

@@ -149,12 +149,9 @@ class Loop:
         logits = out.logits[:, -1:].clone()
         del out
         kept = _is_kept(cache_in(given), asked)
-        if plan is not None:
-            if cache_in(given).states:
-                plan = plan._replace(form=plan.form._replace(trees=False))
-            if why := next(why_no_rounds(asked, decoder, plan, kept, read), ""):
-                plan = None
-                _note_rounds(f"nothing was drafted: {why}")
+        if plan is not None and (why := next(why_no_rounds(asked, decoder, plan, kept, read), "")):
+            plan = None
+            _note_rounds(f"nothing was drafted: {why}")
         choice = Choice(
             ids.device,
             rows=ids.shape[0],
@@ -175,7 +172,7 @@ class Loop:
                 if isinstance(tail, Tail):
                     return _decoded(asked, decoder, tail, logits)
                 assert plan is not None
-                rounds = Rounds(asked, decoder, tail, read, kept)
+                rounds = Rounds(asked, decoder, tail, kept, read)
                 return _drafted(rounds, asked, logits, plan)
         finally:
             with decoder.turn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,8 +26,6 @@ class Paths:
         with ordinary():
             self.parents = torch.zeros((rows, most), dtype=torch.int32, device=device)
             self.depths = torch.zeros_like(self.parents, dtype=torch.int64)
-            self._path = torch.full_like(self.parents, -1)
-            self._stored = torch.zeros(rows, dtype=torch.int64, device=device)
             self._most = torch.full((rows,), most, dtype=torch.int32, device=device)
             self._columns = torch.arange(most, dtype=torch.int32, device=device)
             self._rows = torch.arange(rows, device=device).repeat(2)
@@ -37,7 +36,12 @@ class Paths:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Its buffers."""
-        return self.parents, self.depths, self._path, self._stored
+        return self.parents, self.depths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its graphs."""
+        return sum(made.nbytes for made in self._graphs.values())
 
     def take(self, parents: Tensor | None) -> None:
         """Take the next input. parents: int32 `[B, K]`, of a proposal; None: it is a chain."""
@@ -53,47 +57,31 @@ class Paths:
         seen = tree_mask(self.parents, self._most, num_keys=most)
         torch.sum(seen.view(rows, most, most), 2, out=self.depths).sub_(1)
 
-    def of(self, nodes: int) -> Tensor:
-        """int32 `[B, nodes]`, contiguous."""
-        return self.parents[:, :nodes].contiguous()
-
-    def note(self, path: Tensor, stored: Tensor) -> None:
-        """Keep what `move` needs. path: int32 `[B, nodes]`, of accepted nodes. stored: int64 `[B]`,
-        the tokens of each row in the pages before the step that verified them."""
-        self._path[:, : path.shape[1]].copy_(path)
-        self._stored.copy_(stored)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its graphs."""
-        return sum(made.nbytes for made in self._graphs.values())
-
-    def use(self, pages: ModelPages, device: Device) -> None:
-        """Move within these pages from now on."""
+    def use(
+        self,
+        pages: ModelPages,
+        device: Device,
+        clear: Callable[[], None],
+        move: Callable[[int], None],
+    ) -> None:
+        """Move within these pages from now on. clear, move: as `ChoiceGraphs.capture` takes them;
+        the second calls `move`."""
         self._pages = ref(pages)
         if pages not in self._graphs:
             made = ChoiceGraphs()
-            made.capture(device, self.parents.shape[1:], self._clear, self._move)
+            made.capture(device, self.parents.shape[1:], clear, move)
             self._graphs[pages] = made
 
-    def move(self, nodes: int) -> None:
-        """Put the accepted nodes of the last step behind the tokens before them, in all layers. The
+    def run(self, nodes: int, move: Callable[[int], None]) -> None:
+        """Move what the last step of so many nodes has verified, in a graph where there is one. The
         host does not wait."""
-        self._graphs[self._held()].run(nodes, self._move)
+        self._graphs[self._held()].run(nodes, move)
 
-    def _held(self) -> ModelPages:
-        pages = None if self._pages is None else self._pages()
-        assert pages is not None, "pages live as long as the call that uses them"
-        return pages
-
-    def _clear(self) -> None:
-        self._path.fill_(-1)
-        self._stored.zero_()
-
-    def _move(self, nodes: int) -> None:
-        pages = self._held()
-        path, columns = self._path[:, :nodes], self._columns[:nodes]
-        moved, first = (path > columns).flatten(), self._stored[:, None]
+    def move(self, path: Tensor, first: Tensor) -> None:
+        """Put the kept nodes together in all layers. path: int32 `[B, N]`, their numbers in order,
+        and -1 beyond. first: int64 `[B]`, the place of the root in the pages."""
+        pages, columns = self._held(), self._columns[: path.shape[1]]
+        moved, first = (path > columns).flatten(), first[:, None]
         # What does not move is copied from nowhere, and has a place of the row all the same.
         places = torch.cat((first + torch.maximum(path, columns), first + columns))
         owner = self._rows[:, None].expand_as(places).flatten()
@@ -101,4 +89,10 @@ class Paths:
             at = places % (table.shape[1] * pages.page_size)  # pages of a window serve in turn
             slots = slot_mapping(at.flatten(), owner, table, page_size=pages.page_size)
             source, target = slots.chunk(2)
-            pages.copy_slots(number, torch.where(moved, source, -1), target, group=nodes)
+            group = path.shape[1]
+            pages.copy_slots(number, torch.where(moved, source, -1), target, group=group)
+
+    def _held(self) -> ModelPages:
+        pages = None if self._pages is None else self._pages()
+        assert pages is not None, "pages live as long as the call that uses them"
+        return pages

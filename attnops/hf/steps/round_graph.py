@@ -127,6 +127,7 @@ class Round:
         self.tree = False
         self._device: Device | None = None
         self._queries, self._waits = 1, False
+        self._chained = False  # do states of the model follow one chain?
         self._missed = 0
 
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -161,16 +162,17 @@ class Round:
             each.fill_(int(each is self._noise))
 
     def over(self, pages: ModelPages) -> None:
-        """Take the pages of the next prompt."""
+        """Take the pages of the next prompt, before `begin`."""
+        self._stream.use()
+        self._chained = bool(pages.states.tensors)
         if self.paths is not None:
             assert self._device is not None
-            self.paths.use(pages, self._device)
+            self.paths.use(pages, self._device, self._clear, self._move)
 
     def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: Sequence[Read]) -> None:
         """Take a prompt. padding, stored: int64 `[B]`, of each row in the pages. read: the hidden
         states of the prompt, for a head."""
         self._stream.use()
-        self.tree = False
         ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]
         self.tokens[:, :length].copy_(ids)
@@ -187,19 +189,17 @@ class Round:
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
-        self._waits = False
+        self._waits = self.tree = False
+        if self.paths is not None:
+            self.paths.take(None)
         if self._head is not None:
             self._head.begin(read, ids, padding - (asked.columns - length), stored)
 
     def step(self, queries: int) -> StepInputs:
         """What a step over the first so many tokens of the next input is called with."""
-        parents = None
-        if self.tree and queries > 1:
-            assert self.paths is not None
-            parents = self.paths.parents[:, :queries]
-        return StepInputs(
-            self.input[:, :queries], self.positions[:, :queries], self.stored, parents
-        )
+        ids, positions = self.input[:, :queries], self.positions[:, :queries]
+        parents = self._parents(queries) if self.tree and queries > 1 else None
+        return StepInputs(ids, positions, self.stored, parents)
 
     def choose(self, out: Outputs, drafts: bool = True) -> None:
         """Append to each row what the model chose, and draft. `send` follows.
@@ -216,9 +216,8 @@ class Round:
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
         self.graphs.run(Kind(queries, self._way(drafts)), self._choose)
-        if self.tree and queries > 1:
-            assert self.paths is not None
-            self.paths.move(queries)
+        if self.paths is not None and self.tree and queries > 1:
+            self.paths.run(queries, self._move)
 
     def _way(self, drafts: bool) -> Way:
         """Of the next choice. drafts: will its drafts be verified?"""
@@ -264,26 +263,35 @@ class Round:
             columns = torch.arange(texts.shape[1], device=texts.device)
             return torch.where(columns < self.seq_lens[:, None], texts, self._pad)
 
+    def _parents(self, queries: int) -> Tensor | None:
+        return None if self.paths is None else self.paths.parents[:, :queries]
+
+    def _path(self, queries: int) -> Tensor:
+        """int32 `[B, N]`: the tokens of the input that each row keeps, in order, and -1 beyond."""
+        return self._accepted[: self.choice.rows * queries].view(-1, queries)
+
+    def _move(self, queries: int) -> None:
+        assert self.paths is not None
+        counts = self._got(self._news, queries)[:, 0]
+        self.paths.move(self._path(queries), self.stored - counts)
+
     def _choose(self, kind: Kind) -> None:
         queries, way = kind
         target, news = self._chosen(queries), self._got(self._news, queries)
-        accepted = self._accepted[: self.choice.rows * queries].view(-1, queries)
         advance_rows(
             self._drafts[:, :queries],
             target,
             self._eos,
             self._most,
-            None if self.paths is None else self.paths.parents[:, :queries],
+            self._parents(queries),
             tokens=self.tokens,
             seq_lens=self.seq_lens,
             stored=self.stored,
             position=self._position,
             unfinished=self._unfinished,
-            accepted=accepted,
+            accepted=self._path(queries),
             news=news,
         )
-        if self.paths is not None:
-            self.paths.note(accepted, self.stored - news[:, 0])
         drafts, max_ngram = self.form[:2]
         found = self.tokens[:, :0]
         counts = news[:, 0]
@@ -339,16 +347,15 @@ class Round:
     def _propose(self, draft: Draft) -> None:
         missed, self._missed = self._missed, 0
         proposal = draft.propose(DraftState(self.tokens, self.seq_lens, missed=missed))
-        given = proposal.probabilities
+        given, parents = proposal.probabilities, proposal.parents
         want = "None: generate() verifies drafts without probabilities"
         need(given is None, "proposal.probabilities", type(given).__name__, want)
-        proposal = proposal.checked(self.choice.rows, self.choice.vocab)
-        want = "None: layers with states read one chain of tokens, and no branches"
-        chain = self.paths is not None or proposal.parents is None
-        need(chain, "proposal.parents", "a tensor", want)
-        self._draft(proposal.tokens)
-        self.tree = proposal.parents is not None
-        if self.paths is not None:
-            self.paths.take(proposal.parents)
-            at = self._position[:, None] + self.paths.depths
-            self.positions.copy_(torch.minimum(at, self._last[:, None]))
+        want = "None for a model with states of linear attention, which follow one chain"
+        need(parents is None or not self._chained, "proposal.parents", "a tree", want)
+        self._draft(proposal.checked(self.choice.rows, self.choice.vocab).tokens)
+        if self.paths is None or not (self.tree or parents is not None):
+            return
+        self.tree = parents is not None
+        self.paths.take(parents)
+        at = self._position[:, None] + self.paths.depths
+        self.positions.copy_(torch.minimum(at, self._last[:, None]))

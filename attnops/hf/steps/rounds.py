@@ -136,13 +136,13 @@ class Depth:
 
 
 class Rounds:
-    """The rounds of one call after its prompt. read, kept: see `why_no_rounds`."""
+    """The rounds of one call after its prompt. kept, read: see `why_no_rounds`."""
 
     def __init__(
-        self, asked: Asked, decoder: Decoder, made: Round, read: Sequence[Read], kept: bool
+        self, asked: Asked, decoder: Decoder, made: Round, kept: bool, read: Sequence[Read]
     ) -> None:
         self._asked, self._decoder, self._round = asked, decoder, made
-        self._read, self._kept = read, kept
+        self._kept, self._read = kept, read
         self._cache = cache_in(asked.given)
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
@@ -165,11 +165,7 @@ class Rounds:
         """
         asked, pages = self._asked, self._cache.state.pages
         padding = pages.pad[: self._rows].clone()
-        stored = pages.seen - padding
-        with self._decoder.turn:
-            self._round.over(pages)
-            self._keep(stored)
-        self._round.begin(asked, padding, stored, self._read)
+        self._begin(padding, pages.seen - padding)
         try:
             self._decode(Outputs(logits), draft)
         finally:
@@ -187,16 +183,17 @@ class Rounds:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **named(self._cache))
 
-    def _keep(self, stored: Tensor) -> None:
-        """Begin to keep tokens that states may take back. stored: int64 `[B]`, those in the
-        pages."""
-        cache, most = self._cache, self._round.form.depths[-1]
-        if not cache.states:
-            return
-        with ordinary():
-            anew = take_back.begin(self._asked.owner, cache, most, stored)
-        if anew:
-            self._decoder.forget(cache.state.pages)
+    def _begin(self, padding: Tensor, stored: Tensor) -> None:
+        """padding, stored: int64 `[B]`, of each row in the pages."""
+        asked, cache = self._asked, self._cache
+        with self._decoder.turn:
+            self._round.over(cache.state.pages)
+        self._round.begin(asked, padding, stored, self._read)
+        if cache.states:
+            with ordinary():
+                anew = take_back.begin(asked.owner, cache, self._round.form.depths[-1], stored)
+            if anew:
+                self._decoder.forget(cache.state.pages)
 
     def _decode(self, out: Outputs, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
