@@ -28,6 +28,7 @@ ALL = {"norm": 1.0, "bias": True, "activation": "silu", "residual": True}
 
 REQUESTS = [(0,), (1,), (2,), (3, 0), (3, 2, 1)]
 ROWS = [(0,), (5,), (17,), range(9)]
+KEPT = {"R": 8, "accepted": ((7, 3), (0, 0), (2, 4), (5, 1))}
 CALLS = {
     "paged": (REQUESTS, lambda: make_call("paged_attention", Source(4), *LENGTHS, 16, PAGED)),
     "latents": (REQUESTS, lambda: make_call("mla_attention", Source(4), *LENGTHS, 16, LATENTS)),
@@ -78,6 +79,12 @@ CALLS = {
         REQUESTS,
         lambda: make_call(
             "mamba2_scan", Source(4), (70, 1, 3, 64), 1, 4, 128, 64, F16, dt_softplus=True
+        ),
+    ),
+    "rule with tokens that may be taken back": (
+        REQUESTS,
+        lambda: make_call(
+            "gated_delta_rule", Source(4), (4, 1, 3, 4), 1, 2, 32, 16, F16, KEPT, normalize=True
         ),
     ),
     "conv": (REQUESTS, lambda: make_call("causal_conv1d", Source(4), (40, 1, 3, 17), 9, 4, BF16)),

@@ -35,18 +35,19 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
     fixed = deterministic(call.policy)
     if call.padded:
         clear((call.cu_seqlens_q, call.output, 0.0))
-    if not call.state.shape[0] or not (call.output.numel() or call.accepted is not None):
+    if call.accepted is not None:
+        verify_states.gated_delta_rule(call)
+        return
+    if not call.output.numel() or not call.state.shape[0]:
         return
     sizes = _heads(call)
-    chunks = call.accepted is None and goes_by_chunks(call.query.dtype, sizes["DK"], sizes["DV"])
+    chunks = goes_by_chunks(call.query.dtype, sizes["DK"], sizes["DV"])
     chunks = chunks and (call.max_seqlen_q > 1 or fixed)
     if chunks or fixed:
         call = changed(
             call, query=steady(call.query), key=steady(call.key), value=steady(call.value)
         )
-    if call.accepted is not None:
-        verify_states.gated_delta_rule(call)
-    elif chunks:
+    if chunks:
         _by_chunks(call)
     else:
         _in_turn(call)
@@ -176,11 +177,11 @@ def causal_conv1d(call: CausalConv1d) -> None:
     """One launch. A number knows of its own channel and request alone."""
     if call.padded:
         clear((call.cu_seqlens_q, call.output, 0.0))
-    requests, channels, kept = call.state.shape
-    if not requests or not (call.output.numel() or call.accepted is not None):
-        return
     if call.accepted is not None:
         verify_states.causal_conv1d(call)
+        return
+    requests, channels, kept = call.state.shape
+    if not call.output.numel() or not requests:
         return
     tokens = 1 if call.max_seqlen_q == 1 else CONV_TOKENS
     block, tiles = min(CONV_CHANNELS, power(channels)), max(-(-call.max_seqlen_q // tokens), 1)

@@ -27,16 +27,16 @@ def mamba2_scan(call: Mamba2Scan) -> None:
     fixed = deterministic(call.policy)
     if call.padded:
         clear((call.cu_seqlens_q, call.output, 0.0))
+    if call.accepted is not None:
+        verify_states.mamba2_scan(call)
+        return
     (_, heads, dv), (_, groups, dk) = call.x.shape, call.b.shape
     requests = call.state.shape[0]
-    if not requests or not (call.output.numel() or call.accepted is not None):
+    if not call.output.numel() or not requests:
         return
     chunks = goes_by_chunks(call.x.dtype, dk, dv) and (call.max_seqlen_q > 1 or fixed)
     if chunks or fixed:
         call = changed(call, x=steady(call.x), b=steady(call.b), c=steady(call.c))
-    if call.accepted is not None:
-        verify_states.mamba2_scan(call)
-        return
     block = CHUNK_VALUES if chunks else min(STEP_VALUES, power(dv))
     blocks: dict[str, Any] = {"BLOCK_K": power(dk), "BLOCK_V": block}
     if chunks:

@@ -6,7 +6,9 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-from attnops.kernels.shared.launch.gpu import flat, launch
+from attnops.core.kernel import deterministic
+from attnops.core.record import changed
+from attnops.kernels.shared.launch.gpu import flat, launch, steady
 from attnops.kernels.shared.sizes import power
 from attnops.kernels.triton.device import verify_states as device
 
@@ -16,9 +18,20 @@ memory."""
 CONV_TOKENS, CONV_CHANNELS = 8, 64
 
 
+def _known(call: Any, *names: str) -> Any:
+    """The call as it is launched. names: tensors whose sums a deterministic policy fixes."""
+    given = (
+        {name: steady(getattr(call, name)) for name in names} if deterministic(call.policy) else {}
+    )
+    return changed(call, accepted=call.accepted.contiguous(), **given)
+
+
 def gated_delta_rule(call: Any) -> None:
     """One launch, which reads and writes each state once. The output is contiguous, and 0 in
     padding rows."""
+    if not call.state.shape[0]:
+        return
+    call = _known(call, "query", "key", "value")
     (_, heads, dv), (_, groups, dk) = call.value.shape, call.key.shape
     block = min(VALUES, power(dv))
     kept = call.kept_key, call.kept_value, call.kept_decay, call.kept_beta
@@ -45,7 +58,7 @@ def gated_delta_rule(call: Any) -> None:
             call.output,
             call.state,
             *kept,
-            call.accepted.contiguous(),
+            call.accepted,
             call.scale,
             *call.query.stride()[:2],
             *call.key.stride()[:2],
@@ -60,6 +73,9 @@ def gated_delta_rule(call: Any) -> None:
 
 def mamba2_scan(call: Any) -> None:
     """As `gated_delta_rule`."""
+    if not call.state.shape[0]:
+        return
+    call = _known(call, "x", "b", "c")
     (_, heads, dv), (_, groups, dk) = call.x.shape, call.b.shape
     block = min(VALUES, power(dv))
     launch(
@@ -89,7 +105,7 @@ def mamba2_scan(call: Any) -> None:
             call.kept_x,
             call.kept_dt,
             call.kept_b,
-            call.accepted.contiguous(),
+            call.accepted,
             call.dt_min,
             call.dt_max or inf,
             *call.x.stride()[:2],
@@ -104,6 +120,9 @@ def mamba2_scan(call: Any) -> None:
 
 def causal_conv1d(call: Any) -> None:
     """As `gated_delta_rule`."""
+    if not call.state.shape[0]:
+        return
+    call = _known(call)
     requests, channels, held = call.state.shape
     block = min(CONV_CHANNELS, power(channels))
     launch(
@@ -126,7 +145,7 @@ def causal_conv1d(call: Any) -> None:
             call.output,
             call.state,
             call.kept_x,
-            call.accepted.contiguous(),
+            call.accepted,
             channels,
             *call.x.stride(),
             *call.weight.stride(),
