@@ -3,6 +3,7 @@ object of your own. The tokens stay the same.
 
 python examples/speculate.py                            a tiny Llama with random weights
 python examples/speculate.py --model path/or/hub/name   any causal language model of transformers
+                             --head path                with an EAGLE-3 head of it, too
 """
 
 import argparse
@@ -39,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", help="folder or hub name; default a tiny Llama")
     parser.add_argument("--assistant", help="a smaller one with the same words; default a twin")
+    parser.add_argument("--head", help="folder of an EAGLE-3 head of the model")
     parser.add_argument("--new", type=int, default=24, help="new tokens")
     options = parser.parse_args()
     model, assistant = loaded(options.model), loaded(options.assistant or options.model)
@@ -53,7 +55,10 @@ def main() -> None:
     }
 
     plain = model.generate(prompt, **asked)
-    for name, draft in {"lookup": "lookup", "assistant": assistant, "own": Again(4)}.items():
+    drafts: dict[str, Any] = {"lookup": "lookup", "assistant": assistant, "own": Again(4)}
+    if options.head:
+        drafts["head"] = options.head
+    for name, draft in drafts.items():
         with attnops.patch(model, speculate=draft) as handle:
             for _ in range(2):  # the first call makes the graphs
                 text = model.generate(prompt, **asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from attnops.cache.paged import ordinary
 from attnops.core.errors import NotCapturable
@@ -17,7 +18,7 @@ class ChoiceGraphs:
     """
 
     def __init__(self) -> None:
-        self._recorded: dict[int, Recorded] = {}
+        self._recorded: dict[Any, Recorded] = {}
         self.failures = Failures[str]()
 
     @property
@@ -33,15 +34,16 @@ class ChoiceGraphs:
     def capture(
         self,
         device: Device,
-        sizes: Sequence[int],
+        sizes: Sequence[Any],
         clear: Callable[[], None],
-        choose: Callable[[int], None],
+        choose: Callable[[Any], None],
     ) -> None:
-        """Run and capture `choose` for each size. It draws no random number.
+        """Run and capture `choose` for each size, a number of tokens or what else it takes. It
+        draws no random number.
 
         clear: makes the buffers as if no text had been in them; the last one may have filled them.
         """
-        recorded = dict[int, Recorded]()
+        recorded = dict[Any, Recorded]()
         try:
             with CAPTURING, frozen(), device.session(), ordinary():
                 clear()
@@ -60,7 +62,7 @@ class ChoiceGraphs:
         self._recorded = recorded
         self.failures.done("")
 
-    def run(self, size: int, choose: Callable[[int], None]) -> None:
+    def run(self, size: Any, choose: Callable[[Any], None]) -> None:
         """Replay the graph of a size. Without one, `choose` runs."""
         graph = self._recorded.get(size)
         if graph is None:

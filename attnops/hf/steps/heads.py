@@ -79,40 +79,49 @@ class HeadDrafts:
     """Chains of greedy tokens of a head.
 
     The head reads a token and the target's states of the token before it, and its pages keep such
-    pairs: the pair at position p has the token at p + 1 of the text, counted from `base`.
+    pairs: the pair at position p has the token at p + 1 of the text, counted from `base`. It reads
+    nothing in rounds that draft nothing: their states wait.
 
     Args:
         head: of the target.
         embed: the target's embeddings.
         rows, room: of its pages; positions of a row.
         queries: tokens of a row that a round verifies at most.
+        waiting: rounds of one token whose states may wait.
 
     Attributes:
-        hidden: `[B * queries, W]`, the target's states of the B * N tokens that it verified last.
         base: int64 `[B]`, the target's tokens before those that the head has read, which are those
             of one call.
     """
 
     def __init__(
-        self, head: Eagle3Head, embed: nn.Module, rows: int, room: int, queries: int
+        self, head: Eagle3Head, embed: nn.Module, rows: int, room: int, queries: int, waiting: int
     ) -> None:
         self.head, self._embed, self._layer = head, embed, layer_of(head)
         self._kinds: Kinds | None = Kinds(passes_of(Decode(), {}))
-        device = head.fc.weight.device
-        sizes = Sizes(rows, room, (self._layer,), device, None, fixed=True)
+        device, self._waiting = head.fc.weight.device, waiting + queries
+        sizes = Sizes(rows, room + self._waiting, (self._layer,), device, None, fixed=True)
         self.pages = ModelPages(sizes)
+
+        def states(count: int) -> Tensor:
+            return head.fc.weight.new_zeros(rows * count, head.fc.in_features)
+
         with ordinary():
-            self.base = torch.zeros(rows, dtype=torch.int64, device=device)
-            self.hidden = head.fc.weight.new_zeros(rows * queries, head.fc.in_features)
+            # Pairs in the pages, and the column of a text that has position 0.
+            self.base, self._held, self._shift = (
+                torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3)
+            )
+            self._first = torch.arange(rows, device=device)[:, None]
+            self._new, self._states = states(queries), states(self._waiting)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its pages and buffers."""
-        return self.pages.nbytes + self.hidden.nbytes
+        return self.pages.nbytes + self._new.nbytes + self._states.nbytes
 
     def take(self, hidden: Tensor) -> None:
-        """Take the states `[B, N, W]` of a step that has verified."""
-        self.hidden[: hidden.shape[0] * hidden.shape[1]].copy_(hidden.flatten(0, 1))
+        """Take the states `[B, N, W]` of a step that has verified, before `propose` or `wait`."""
+        self._new[: hidden.shape[0] * hidden.shape[1]].copy_(hidden.flatten(0, 1))
 
     def begin(self, read: Sequence[Read], ids: Tensor, shift: Tensor, stored: Tensor) -> None:
         """Read a prompt, and take the states of its last tokens.
@@ -122,6 +131,9 @@ class HeadDrafts:
         """
         self.pages.use()
         self.base.copy_(read[0].before.clamp(min=0))
+        self._shift.copy_(shift + self.base)
+        # The pair of the last token has a token that is not chosen yet.
+        self._held.copy_(stored - self.base - 1)
         states = read[0].hidden.new_zeros(len(stored), read[0].hidden.shape[1])
         for counts, before, hidden in read:
             total = hidden.shape[0]
@@ -130,32 +142,47 @@ class HeadDrafts:
             batch = packed(self.pages, counts, before - self.base, total)
             assert batch.positions is not None
             rows = token_rows(batch.cu_seqlens_q, total).clamp(max=ids.shape[0] - 1)
-            # The first round brings the token behind the text.
-            at = batch.positions + 1 + (self.base + shift)[rows]
+            at = batch.positions + 1 + self._shift[rows]
             tokens = ids[rows, at.clamp(0, ids.shape[1] - 1)]
             self._step(tokens, hidden, batch, tokens.new_zeros(1))
         self.take(states[:, None])
 
-    def propose(self, target: Tensor, counts: Tensor, stored: Tensor, drafts: int) -> Tensor:
+    def wait(self, queries: int, counts: Tensor, stored: Tensor) -> None:
+        """Keep the states of a step of `queries` tokens a row, behind those that wait.
+
+        counts, stored: int64 `[B]`, the tokens that each row has got, and those that the target's
+        pages keep with them.
+        """
+        waited = stored - counts - self.base - self._held
+        columns = torch.arange(queries, device=waited.device)
+        place = (waited[:, None] + columns).clamp(max=self._waiting - 1)
+        at = (self._first * self._waiting + place).flatten()
+        self._states.index_copy_(0, at, self._new[: len(at)])
+
+    def propose(
+        self, texts: Tensor, counts: Tensor, stored: Tensor, queries: int, late: bool, drafts: int
+    ) -> Tensor:
         """int64 `[B, drafts]`: what may follow the last token of each row.
 
-        target: int64 `[B, N]`, the tokens after those that the target has verified. counts, stored:
-        int64 `[B]`: so many of `target` are the row's, and so many tokens its pages keep with them.
+        texts: int64 `[B, L]`. counts, stored: as in `wait`. queries: tokens of a row that the last
+        step has verified. late: have states waited?
         """
-        rows, queries = target.shape
-        length = stored - self.base
-        batch = self._batch(length - counts, queries)
-        first = torch.arange(rows, device=target.device) * queries
-        last = first + (counts - 1).clamp(min=0)
-        token, state = self._step(target.flatten(), self.hidden[: rows * queries], batch, last)
+        self.wait(queries, counts, stored)
+        new = self._waiting if late else queries
+        rows, length = len(stored), stored - self.base
+        columns = torch.arange(new, device=texts.device)
+        at = (self._held + self._shift)[:, None] + columns + 1
+        tokens = texts.gather(1, at.clamp(max=texts.shape[1] - 1))
+        states = self._states.view(rows, self._waiting, -1)[:, :new].flatten(0, 1)
+        last = self._first[:, 0] * new + (length - self._held - 1).clamp(0, new - 1)
+        batch = described(self.pages, self._held, None, new, self._layer.q_heads)
+        token, state = self._step(tokens.flatten(), states, batch, last)
+        self._held.copy_(length)
         found = [token]
         for batch in self.pages.steps(length, drafts - 1) if drafts > 1 else ():
             token, state = self._step(token, state, batch)
             found.append(token)
         return torch.stack(found, 1)
-
-    def _batch(self, before: Tensor, queries: int) -> PagedBatch:
-        return described(self.pages, before, None, queries, self._layer.q_heads)
 
     def _step(
         self, tokens: Tensor, hidden: Tensor, batch: PagedBatch, rows: Tensor | None = None

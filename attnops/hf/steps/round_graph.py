@@ -4,7 +4,7 @@ as one captured graph for each number of tokens."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,22 @@ class Form(NamedTuple):
         """Tokens of a row that a round may verify. The first is known. The others are no drafts,
         half of them, or all."""
         return tuple(sorted({1, 1 + (self.drafts + 1) // 2, 1 + self.drafts}))
+
+
+PROBE = 32
+"""Rounds without drafts before another one tries them. A round with drafts that are wrong takes at
+most a third longer, so this costs 1%."""
+
+Way = Literal["", "drafts", "waits", "late"]
+"""What a head does in a choice: it drafts, lets states wait, or drafts after states have waited."""
+
+
+class Kind(NamedTuple):
+    """A choice that has a graph of its own. queries: tokens of a row. way: of a head; "" without
+    one."""
+
+    queries: int
+    way: Way
 
 
 class News(NamedTuple):
@@ -102,7 +118,7 @@ class Round:
             self._offered, self._unfinished = self._news[: 2 * rows].view(2, rows)
             self._head: HeadDrafts | None = None
             if (head := self.form.head) is not None:
-                self._head = HeadDrafts(head, embed, rows, choice.room + most, most)
+                self._head = HeadDrafts(head, embed, rows, choice.room, most, PROBE)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
         self.paths = Paths(rows, most, device) if self.form.trees else None
         self._stream = LastStream(device, self._tensors())
@@ -110,7 +126,7 @@ class Round:
         self.graphs = ChoiceGraphs()
         self.tree = False
         self._device: Device | None = None
-        self._queries = 1
+        self._queries, self._waits = 1, False
         self._missed = 0
 
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -133,7 +149,12 @@ class Round:
         """Capture the graphs, before `begin`."""
         self._stream.use()
         self._device = device
-        self.graphs.capture(device, self.form.depths[::-1], self._clear, self._choose)
+        depths = self.form.depths[::-1]
+        ways: tuple[Way, ...] = ("",) if self._head is None else ("drafts", "waits")
+        kinds = [Kind(n, way) for n in depths for way in ways]
+        if self._head is not None:
+            kinds.append(Kind(1, "late"))
+        self.graphs.capture(device, kinds, self._clear, self._choose)
 
     def _clear(self) -> None:
         for each in self._tensors():
@@ -166,7 +187,7 @@ class Round:
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
-        self.tree = False
+        self._waits = self.tree = False
         if self.paths is not None:
             self.paths.take(None)
         if self._head is not None:
@@ -178,9 +199,12 @@ class Round:
         parents = self._parents(queries) if self.tree and queries > 1 else None
         return StepInputs(ids, positions, self.stored, parents)
 
-    def choose(self, out: Outputs) -> None:
-        """Append to each row what the model chose, and draft. out: of a step with the tokens of the
-        last `input`, or after the last of a prompt. `send` follows."""
+    def choose(self, out: Outputs, drafts: bool = True) -> None:
+        """Append to each row what the model chose, and draft. `send` follows.
+
+        out: of a step with the tokens of the last `input`, or after the last of a prompt.
+        drafts: will the drafts of a head be verified? It drafts none that are not.
+        """
         logits = out.logits
         rows, queries = self.choice.rows, logits.shape[1]
         if self._head is not None and out.hidden is not None:
@@ -189,9 +213,18 @@ class Round:
         self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
-        self.graphs.run(queries, self._choose)
+        self.graphs.run(Kind(queries, self._way(drafts)), self._choose)
         if self.paths is not None and self.tree and queries > 1:
             self.paths.run(queries, self._move)
+
+    def _way(self, drafts: bool) -> Way:
+        """Of the next choice. drafts: will its drafts be verified?"""
+        if self._head is None:
+            return ""
+        late, self._waits = self._waits, not drafts
+        if drafts:
+            return "late" if late else "drafts"
+        return "waits"
 
     def send(self, draft: Draft | None) -> None:
         """Send the news of the choice to the host. draft: proposes tokens that are not looked up;
@@ -240,7 +273,8 @@ class Round:
         counts = self._got(self._news, queries)[:, 0]
         self.paths.move(self._path(queries), self.stored - counts)
 
-    def _choose(self, queries: int) -> None:
+    def _choose(self, kind: Kind) -> None:
+        queries, way = kind
         target, news = self._chosen(queries), self._got(self._news, queries)
         advance_rows(
             self._drafts[:, :queries],
@@ -258,8 +292,14 @@ class Round:
         )
         drafts, max_ngram = self.form[:2]
         found = self.tokens[:, :0]
-        if self._head is not None:
-            found = self._head.propose(target, news[:, 0], self.stored, drafts)
+        counts = news[:, 0]
+        if self._head is not None and way == "waits":
+            self._head.wait(queries, counts, self.stored)
+        elif self._head is not None:
+            late = way == "late"
+            found = self._head.propose(
+                self.tokens, counts, self.stored, queries, late=late, drafts=drafts
+            )
         if max_ngram:
             found, _ = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts

@@ -28,13 +28,9 @@ from attnops.hf.steps.calls import plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.hidden import Outputs, Read
-from attnops.hf.steps.round_graph import News, Round
+from attnops.hf.steps.round_graph import PROBE, News, Round
 from attnops.hf.steps.speculate import Plan
 from attnops.nn import Draft
-
-PROBE = 32
-"""Rounds without drafts before another one tries them. A round with drafts that are wrong takes at
-most a third longer, so this costs 1%."""
 
 _FIRST, _KEPT = 0.7, 0.8
 """How often a draft is right, before any was tried, and the weight of the rounds before in that."""
@@ -191,17 +187,18 @@ class Rounds:
     def _decode(self, out: Outputs, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length
         depth, offered = Depth(made.form.depths, self._rows), made.form.drafts
+        looks_up = draft is None and made.form.head is None
         counts = False  # the first tokens are the prompt's
         while True:
             queries, tree = out.logits.shape[1], made.tree
-            with decoder.turn:
-                made.choose(out)
-            # By now each unfinished row has one token more than the host knows of.
+            # Behind this choice each unfinished row has one token more than the host knows of.
             more = min(self._lengths) + 1 < most
             # A draft that found nothing is asked again, as long as its tokens were right.
-            drafted = offered if draft is None else made.form.drafts
+            drafted = offered if looks_up else made.form.drafts
             following = depth.next(drafted, made.tree) if more else 1
             asked = draft if following > 1 else None
+            with decoder.turn:
+                made.choose(out, drafts=following > 1)
             # Not in the turn, for an assistant has one too, which another thread may have.
             made.send(asked)
             if made.tree and asked is not None:  # it may be the first
@@ -215,7 +212,7 @@ class Rounds:
             if news.done:
                 return
             depth.note(queries, news, tree)
-            if asked is draft:
+            if asked is draft and made.form.head is None:
                 offered = news.offered
             counts = True
 
