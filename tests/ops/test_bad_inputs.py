@@ -309,6 +309,7 @@ def test_a_kernel_of_another_machine_is_refused(op, kernel):
 # What no record says ------------------------------------------------------------------------------
 
 PACKED = f(4, 2, 136, dtype=U8)
+KEPT = {"kept_x": f(2, 1, 4), "accepted": torch.zeros(2, 2, dtype=torch.int32)}
 FOUR_BITS = {"gate_up": f(4, 128, 16, dtype=U8), "gate_up_scales": f(4, 128, 1, dtype=U8)}
 
 UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
@@ -529,6 +530,11 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
             | {"output": f(3, 3, 6)},
             "value.shape[1]: got 3, want a multiple of 2 (Hk, as query.shape[1])",
         ),
+        ({"kept_beta": f(2, 4, 4)}, "kept_beta: got a tensor, want None, because accepted is None"),
+        (
+            {"accepted": torch.zeros(2, 2, dtype=torch.int32)},
+            "kept_key: got None, want a tensor, because accepted is one",
+        ),
     ],
     "mamba2_scan": [
         ({"x": f(3, 24)}, "x: got shape (3, 24), want [T, Hv, Dv]"),
@@ -538,6 +544,11 @@ UNRECORDED: dict[str, list[tuple[Any, ...]]] = {
     "causal_conv1d": [
         ({"x": f(12)}, "x: got shape (12,), want [T, C]"),
         ({"state": f(2, 4, 1)}, "state.shape[2]: got 1, want >= 2 (W - 1)"),
+        (KEPT, "max_seqlen_q: got 2, want at most 1 (R, as kept_x.shape[1])"),
+        (
+            KEPT | {"max_seqlen_q": 1, "fresh": True},
+            "fresh: got True, want False, because accepted tokens come before these",
+        ),
     ],
     "linear": [
         ({"x": torch.tensor(1.0)}, "x: got shape (), want [..., In]"),

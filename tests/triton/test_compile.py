@@ -187,6 +187,23 @@ def test_scan(tokens):
     assert ("wgmma" in binary.asm["ptx"]) == (tokens > 1)
 
 
+KEEPS = {"R": 16, "accepted": ((3, 5),), "padding": 0}
+VERIFIED = {
+    "gated_delta_rule": ((8,), 16, 32, 128, 128, BF16, {"normalize": True}, KEEPS),
+    "mamba2_scan": ((8,), 1, 8, 128, 64, BF16, STEPS, KEEPS),
+    "causal_conv1d": ((8,), 8192, 4, BF16, {"activation": "silu"}, KEEPS),
+}
+
+
+@pytest.mark.parametrize("op", VERIFIED)
+@compiled
+def test_tokens_that_may_be_taken_back(op):
+    """Of a Qwen3-Next and a Granite 4. A state is loaded and stored once."""
+    call = make_call(op, Source(), *VERIFIED[op])
+    [(kernel, given)] = launched(call, 90, "verify_states")
+    built(90, kernel, given, BF16)
+
+
 # The call, and the bytes of registers that may spill on SM90. Without these tiles, a thousand of
 # them did.
 GRADIENTS = {

@@ -58,7 +58,7 @@ def unpaged(cache: PagedModelCache, config: Any) -> DynamicCache:
             _fill(made.layers[layers[number]], keys, values, length, begun)
     for layer, place in cache.states.items():
         own: Any = made.layers[layer]
-        conv, state = (t[: len(padding)] for t in pages.states.layers[place])
+        conv, state, _ = pages.states.of(place, len(padding), keeps=False)
         own.update_conv_state(conv)
         if state.numel():  # not of a convolution alone, whose layer can be cropped
             own.update_recurrent_state(state)

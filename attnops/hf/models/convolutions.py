@@ -16,6 +16,7 @@ from attnops.hf.models.functions import (
     Texts,
     count_of,
     is_served,
+    kept_of,
     numbers,
     requests_of,
     texts_of,
@@ -55,6 +56,7 @@ def _convolved(
         state,
         bias=None if bias is None else bias.to(x.dtype),
         activation=activation or "",
+        **kept_of(view, conv=True),
         **requests_of(view, x, rows, tokens, fresh, texts),
     )
     return output.view(rows, tokens, channels).transpose(1, 2)

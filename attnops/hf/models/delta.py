@@ -16,6 +16,7 @@ from attnops.hf.models.functions import (
     Texts,
     count_of,
     is_served,
+    kept_of,
     last_of_rows,
     numbers,
     requests_of,
@@ -58,6 +59,11 @@ def _rule(own: Function, view: Any = None) -> Function:
             result: tuple[Tensor, Tensor | None] = own(query, key, value, g=g, beta=beta, **more)
             return result
         state = state_of(view, initial_state, value, count_of(rows, texts), heads, dk, dv)
+        kept = kept_of(view)
+        if kept:
+            # transformers gives each value head a key of its own. The others are equal.
+            group = key.shape[2] // kept["kept_key"].shape[2]
+            query, key = query[:, :, ::group], key[:, :, ::group]
         output = gated_delta_rule(
             query.flatten(0, 1),
             key.flatten(0, 1),
@@ -66,6 +72,7 @@ def _rule(own: Function, view: Any = None) -> Function:
             beta.flatten(0, 1),
             state,
             normalize=use_qk_l2norm_in_kernel,
+            **kept,
             **requests_of(view, value, rows, tokens, initial_state is None, texts),
         )
         last = last_of_rows(state, rows, tokens, texts) if output_final_state else None

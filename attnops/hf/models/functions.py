@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from attnops.core.private_torch import FakeTensor
 from attnops.core.select import active_policy
 from attnops.hf.models.chosen import Sizes, is_ours
+from attnops.hf.models.states import Kept
 from attnops.ops import request_starts, token_rows
 
 Function = Callable[..., Any]
@@ -82,6 +83,15 @@ def requests_of(
     ends = (rows + 1) * tokens
     starts = torch.arange(0, ends, tokens, dtype=torch.int32, device=x.device)
     return {"cu_seqlens_q": starts, "max_seqlen_q": tokens, "fresh": fresh, "padded": False}
+
+
+def kept_of(view: Any, conv: bool = False) -> dict[str, Any]:
+    """Arguments of an op for tokens that may be taken back; none where none may be. view: as
+    `requests_of` has it. conv: of the convolution."""
+    if view is None or view.states.kept is None:
+        return {}
+    kept: Kept = view.states.kept
+    return kept.of_conv() if conv else kept.of_op()
 
 
 def count_of(rows: int, texts: Texts | None) -> int:

@@ -54,6 +54,7 @@ FAMILIES = (
     Family("mamba2_scan", scans.OURS, scans.ATTRIBUTES, scans.sizes_of),
     Family("", {}, (), lambda module: ()),
 )
+BY_OP = {each.op: each for each in FAMILIES}
 OURS = {**delta.OURS, **scans.OURS, **convolutions.OURS}
 _INPUTS = {name: of.inputs for of in (delta, scans, convolutions) for name in of.OURS}
 OPS = ("causal_conv1d", *(each.op for each in FAMILIES if each.op))
@@ -98,8 +99,8 @@ def _kernels(swap: Swap) -> str:
     """What runs a module now: the kernels of its ops, as `gated_delta_rule.triton`, or
     transformers; the packages that transformers calls, and what to install for faster kernels."""
     module = swap.target
-    family = next(each for each in FAMILIES if each.op == vars(module)[_MARK])
-    weight = _conv_of(module).weight
+    family = BY_OP[vars(module)[_MARK]]
+    weight = conv_of(module).weight
     ops: dict[str, Sizes] = {family.op: family.sizes(module)} if family.op else {}
     ops["causal_conv1d"] = (("in_features", weight.shape[0]),)
     names = {op: kernel_now(op, weight.device, weight.dtype, sizes) for op, sizes in ops.items()}
@@ -122,7 +123,7 @@ def _packages(cls: Any) -> list[str]:
     return sorted({each.__module__.partition(".")[0] for each in served})
 
 
-def _conv_of(module: nn.Module) -> Any:
+def conv_of(module: nn.Module) -> Any:
     """The convolution of a module; None without one."""
     return next((m for m in module.children() if isinstance(m, nn.Conv1d)), None)
 
@@ -140,6 +141,11 @@ def served(cls: Any) -> type:
         states = None if cache is None else cache.layers[self.layer_idx]
         if isinstance(states, StateLayer):
             states.begin(hidden_states.shape[0])
+            if (view := states.verified(hidden_states.shape[1])) is not None:
+                others, named = _handed(cache, view, args, kwargs)
+                out = forward(self, hidden_states, *others, **named)
+                states.end()
+                return out
         stock = not is_dynamo_compiling() and (is_recorded() or tracing())
         stock = stock or _are_texts_moved(self, cache, hidden_states.shape[1], kwargs)
         run = cls.forward if stock or getattr(self, _MARK, None) is None else ours
@@ -156,13 +162,21 @@ def _are_texts_moved(module: Any, cache: Any, tokens: int, given: Mapping[str, A
     not told of them."""
     if cache is None or all(given.get(name) is None for name in TELL_OF_TEXTS):
         return False
-    width = _conv_of(module).kernel_size[0]
+    width = conv_of(module).kernel_size[0]
     return bool(cache.has_previous_state(module.layer_idx)) or tokens < width
 
 
 def _cache_in(given: Iterable[Any]) -> Any:
     """The cache among a module's arguments, or its part of a step; None without one."""
     return next((x for x in given if isinstance(x, (Cache, OfStates))), None)
+
+
+def _handed(
+    cache: Any, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module with its part of a step in place of the cache."""
+    others = tuple(view if x is cache else x for x in args)
+    return others, {name: view if x is cache else x for name, x in kwargs.items()}
 
 
 def rebound(function: Function, names: Mapping[str, Function]) -> Function:
@@ -233,14 +247,19 @@ def sites(model: nn.Module) -> Iterator[Site[str]]:
             yield Site(module, _against(module, code))
 
 
+def modules_with_states(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """Those that are taken over, by the number of their layer, and the op of each."""
+    marked = ((m, op) for m in model.modules() if (op := vars(m).get(_MARK)) is not None)
+    return {int(getattr(m, "layer_idx", -1)): (m, op) for m, op in marked}
+
+
 def against_states(model: nn.Module, numbers: Sequence[int], mode: str, latents: bool) -> str:
     """Why steps of these layers, which keep states, cannot be in graphs of a mode; "" where they
     can. latents: do other layers keep latents?"""
     if mode == "piecewise" or latents:
         of = "compiled steps" if mode == "piecewise" else "a cache of latents"
         return f"whose layers {list(numbers)} have states, which {of} cannot have"
-    ours = (module for module in model.modules() if _MARK in vars(module))
-    taken = {getattr(module, "layer_idx", None) for module in ours}
+    taken = modules_with_states(model).keys()
     found = {getattr(site.module, "layer_idx", None): site.found for site in sites(model)}
     for number in numbers:
         why = found.get(number, "no op of attnops computes them")
@@ -257,7 +276,7 @@ def _against(module: nn.Module, code: Any) -> str:
     if not can_be_rebound(type(module).forward):
         return f"the forward of {type(module).__name__} has decorators that are not known"
     odd = [name for name in _family(code).attributes if not hasattr(module, name)]
-    if odd or _conv_of(module) is None:
+    if odd or conv_of(module) is None:
         return f"{type(module).__name__} has no {(*odd, 'convolution')[0]}"
     called = _called(code)
     functions = {name: code.__globals__.get(name) for name in called}

@@ -23,6 +23,7 @@ from attnops.hf.models.functions import (
     Texts,
     count_of,
     is_served,
+    kept_of,
     last_of_rows,
     numbers,
     requests_of,
@@ -72,10 +73,10 @@ def _scan(own: Function, view: Any = None) -> Function:
             more |= {"initial_states": initial_states, "dt_softplus": dt_softplus}
             return own(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, **more)
         state = state_of(view, initial_states, x, count_of(rows, texts), heads, width, B.shape[3])
-        requests = requests_of(view, x, rows, tokens, initial_states is None, texts)
+        requests = requests_of(view, x, rows, tokens, initial_states is None, texts) | kept_of(view)
         # transformers calls the other function for a next token, which has no limits.
         is_next = view is not None and requests["max_seqlen_q"] == 1 and not view.fresh
-        limits = NO_LIMITS if is_next else dt_limit
+        limits = NO_LIMITS if is_next or "accepted" in requests else dt_limit
         given = x, dt, A, B, C, D, dt_bias
         output = _scanned(given, state, limits, dt_softplus=dt_softplus, **requests)
         if not return_final_states:
@@ -111,7 +112,7 @@ def _update(own: Function, view: Any = None) -> Function:
             )
             return own_result
         given = _by_head(x, dt, A, B, C, D, dt_bias)
-        requests = requests_of(view, x, x.shape[0], 1, fresh=False)
+        requests = requests_of(view, x, x.shape[0], 1, fresh=False) | kept_of(view)
         moved = state if view is None else view.states.state
         output = _scanned(given, moved, NO_LIMITS, dt_softplus=dt_softplus, **requests)
         return output if z is None else output * F.silu(z)

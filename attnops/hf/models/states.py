@@ -30,32 +30,125 @@ class StateSizes(NamedTuple):
     state_dtype: torch.dtype
 
 
+Tensors = tuple[Tensor, ...]
+Memory = tuple[tuple[torch.Size, torch.dtype], ...]
+"""The tensors of one layer, by shape and dtype."""
+
+
+class Kept(NamedTuple):
+    """What a layer keeps of the tokens that may be taken back, as its ops take it.
+
+    conv: `[rows + 1, R, C]`, the inputs of the convolution. inputs: those of the other op, by
+    argument. accepted: int32 `[rows + 1, 2]`.
+    """
+
+    conv: Tensor
+    inputs: dict[str, Tensor]
+    accepted: Tensor
+
+    def of_conv(self) -> dict[str, Any]:
+        """Arguments of the convolution."""
+        return {"kept_x": self.conv, "accepted": self.accepted}
+
+    def of_op(self) -> dict[str, Any]:
+        """Arguments of the other op."""
+        return {**self.inputs, "accepted": self.accepted}
+
+
 class States(NamedTuple):
-    """Those of one layer, of all rows and of padding: `[rows + 1, C, W]` and `[rows + 1, ...]`."""
+    """Those of one layer, of all rows and of padding: `[rows + 1, C, W]` and `[rows + 1, ...]`.
+
+    kept: in a step that verifies drafts. The states are then those before the tokens that may be
+    taken back.
+    """
 
     conv: Tensor
     state: Tensor
+    kept: Kept | None = None
 
 
 class AllStates:
     """The states of all layers, whose addresses stay.
 
     layers: in their order. tensors: those of equal layers are one, `[layers, rows + 1, ...]`.
-    nbytes: of these.
+    kept: of each layer the inputs of the last tokens, which calls that draft may take back.
+    behind: int64 `[rows + 1]`, the tokens of each row that its states have read. written: what a
+    step writes, with what is kept.
     """
 
     def __init__(self, sizes: Sequence[StateSizes], rows: int, device: torch.device) -> None:
+        self._rows, self._device = rows, device
+        found, self.tensors = self._stacked(
+            [((e.conv, e.conv_dtype), (e.state, e.state_dtype)) for e in sizes]
+        )
+        self.layers = tuple(States(conv, state) for conv, state in found)
+        self.kept: tuple[Kept, ...] = ()
+        self.written = self.tensors
+        self.slots = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of these, and of what is kept."""
+        return sum(t.nbytes for t in self.written)
+
+    def keep(self, names: Sequence[Sequence[str]], sizes: Sequence[Memory], slots: int) -> None:
+        """Keep the inputs of tokens from now on. sizes: of each layer those of one token, of its
+        convolution and of the arguments of its names. slots: R, twice the tokens of a step at
+        least."""
+        by_slot = [tuple((torch.Size((slots, *n)), dtype) for n, dtype in each) for each in sizes]
+        found, tensors = self._stacked(by_slot)
+        accepted = torch.zeros(self._rows + 1, 2, dtype=torch.int32, device=self._device)
+        self.behind = torch.zeros(self._rows + 1, dtype=torch.int64, device=self._device)
+        self.kept = tuple(
+            Kept(conv, dict(zip(of, inputs, strict=True)), accepted)
+            for of, (conv, *inputs) in zip(names, found, strict=True)
+        )
+        self.written = *self.tensors, *tensors, accepted, self.behind
+        self.slots = slots
+
+    def _stacked(self, sizes: Sequence[Memory]) -> tuple[list[tuple[Tensor, ...]], Tensors]:
+        """(the tensors `[rows + 1, ...]` of each layer, those of equal layers as one)."""
+        rows, device = self._rows + 1, self._device
         whole = {
-            each: States(
-                torch.zeros(count, rows + 1, *each.conv, dtype=each.conv_dtype, device=device),
-                torch.zeros(count, rows + 1, *each.state, dtype=each.state_dtype, device=device),
-            )
+            each: [torch.zeros(count, rows, *n, dtype=dtype, device=device) for n, dtype in each]
             for each, count in Counter(sizes).items()
         }
         parts = {each: zip(*map(torch.unbind, alike), strict=True) for each, alike in whole.items()}
-        self.layers = tuple(States(*next(parts[each])) for each in sizes)
-        self.tensors = tuple(t for alike in whole.values() for t in alike)
-        self.nbytes = sum(t.nbytes for t in self.tensors)
+        layers = [next(parts[each]) for each in sizes]
+        return layers, tuple(t for alike in whole.values() for t in alike)
+
+    def of(self, place: int, rows: int, keeps: bool) -> States:
+        """Those of a layer, of the first rows. keeps: with what is kept."""
+        conv, state, _ = self.layers[place]
+        kept = None
+        if keeps:
+            own = self.kept[place]
+            inputs = {name: x[:rows].detach() for name, x in own.inputs.items()}
+            kept = Kept(own.conv[:rows].detach(), inputs, own.accepted[:rows].detach())
+        return States(conv[:rows].detach(), state[:rows].detach(), kept)
+
+    def begin(self, lengths: Tensor) -> None:
+        """The states have read so many tokens of each row, int64 `[B]`, and nothing is kept."""
+        self.behind[: len(lengths)].copy_(lengths)
+
+    def accept(self, lengths: Tensor, real: Tensor) -> None:
+        """Begin a step behind so many tokens of each row, int64 `[B]`: those that the states have
+        not read are accepted. real: bool `[B]`, is the row stored?"""
+        if not self.kept:
+            return
+        rows = lengths.shape[0]
+        behind = self.behind.narrow(0, 0, rows)
+        count = torch.where(real, lengths - behind, 0)
+        found = torch.stack([behind % self.slots, count], 1)
+        self.kept[0].accepted.narrow(0, 0, rows).copy_(found)
+        behind.copy_(torch.where(real, lengths, behind))
+
+
+class Requests(NamedTuple):
+    """As many tokens of each row, as a batch has them."""
+
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
 
 
 class OfStates:
@@ -111,6 +204,18 @@ class OfStates:
         return recurrent_states
 
 
+class Verified(OfStates):
+    """A layer's part of a step that verifies drafts, as transformers' own code runs it.
+
+    batch: its tokens.
+    """
+
+    fresh = False
+
+    def __init__(self, states: States, batch: Requests) -> None:
+        self.states, self.batch = states, batch
+
+
 class _Alone:
     """A list of one layer, for any number."""
 
@@ -131,6 +236,7 @@ class StepsOfStates:
     begun: the layers with states that have begun the step under way, and `PAGES` once the last one
         with pages has ended it. They stay when a layer raises.
     rows: of the last step.
+    verified: `start` of a step that verifies drafts.
     """
 
     pages: Any
@@ -138,6 +244,12 @@ class StepsOfStates:
     start: Tensor | None
     begun: set[int]
     rows: int
+    verified: Tensor | None = None
+
+    @property
+    def verifies(self) -> bool:
+        """Does the step under way verify drafts?"""
+        return self.start is not None and self.verified is self.start
 
     def take_rows(self, rows: int) -> None:
         """Begin a step of so many rows. Those that the step before did not have are new requests,
@@ -192,10 +304,20 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         """End this layer's part of a step."""
         self._owner.end_part(self._number)
 
+    def verified(self, tokens: int) -> Verified | None:
+        """This layer's part of a step of so many tokens of a row that verifies drafts; None: it
+        does not."""
+        if not self._owner.verifies:
+            return None
+        states = self._owner.pages.states.of(self._place, self.rows, keeps=True)
+        ends = (self.rows + 1) * tokens
+        starts = torch.arange(0, ends, tokens, dtype=torch.int32, device=states.conv.device)
+        return Verified(states, Requests(starts, tokens))
+
     @property
     def _states(self) -> States:
-        found: States = self._owner.pages.states.layers[self._place]
-        return States(*(t[: self.rows].detach() for t in found))
+        found: States = self._owner.pages.states.of(self._place, self.rows, keeps=False)
+        return found
 
     @property
     def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]

@@ -246,11 +246,15 @@ def plain_verify(
     """A step of the model `owner` that verifies, by its own forward."""
     assert inputs.lengths is not None
     step = verifying(step_of(forward, cache_names.argument_of(owner)))
+    state = cache.state
     try:
         out: Outputs = step(**inputs.arguments(torch.ones_like(inputs.lengths)), cache=cache)
         return out
     finally:
-        cache.state.end_step()
+        # Pages forget the tokens of a step that an error ended, and states do not.
+        begun = set(state.begun)
+        state.end_step()
+        state.begun |= begun
 
 
 def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
@@ -270,6 +274,7 @@ def step_of(forward: Callable[..., Any], argument: str) -> Callable[..., Any]:
         if lengths is not None:
             place(state.pages, lengths, live)
         state.start, state.real = starts(state.pages, live, input_ids.shape[1])
+        state.verified = None if lengths is None else state.start
         state.parents = parents
         out = run_model(forward, argument, input_ids, position_ids, cache)
         state.start = state.real = state.parents = None

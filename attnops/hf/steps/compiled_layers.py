@@ -116,6 +116,7 @@ def place(pages: ModelPages, lengths: Tensor, live: Tensor) -> None:
     seen = torch.where(real, lengths, 0).amax()
     pages.seen.copy_(seen)
     pages.advance(torch.where(real, seen - lengths, EMPTY), 0)
+    pages.states.accept(lengths, real)
 
 
 def _begin(
@@ -185,6 +186,7 @@ class Here:
         planned = plans is not None and plans.whole
         given = any_size, live, pages.sizes.layers[0].q_heads, planned, lengths, count, parents
         state.start, state.before, batch, masks = self.regions(_begin, rows, given, {})
+        state.verified = None if lengths is None else state.start
         planners = () if plans is None else plans.planners
         one_launch = pages.one_launch() if count == 1 else ()
         state.step = Step(batch, (), False, one_launch, planners, masks=masks)
@@ -268,9 +270,10 @@ class Here:
         """Those of a layer, of the requests of a step."""
         if number not in self.cache.states:
             return None
-        own = self.cache.state.pages.states.layers[self.cache.states[number]]
+        state = self.cache.state
         requests = step.batch.cu_seqlens_q.shape[0] - 1
-        return States(*(t[:requests].detach() for t in own))
+        own: States = state.pages.states.of(self.cache.states[number], requests, state.verifies)
+        return own
 
     def module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of a module beside the layers."""

@@ -148,11 +148,10 @@ class Loop:
         # A copy of the last logits, so that a long prompt's others are freed.
         logits = out.logits[:, -1:].clone()
         del out
-        if plan is not None:
-            kept = _is_kept(cache_in(given), asked)
-            if why := next(why_no_rounds(asked, decoder, plan, kept, read), ""):
-                plan = None
-                _note_rounds(f"nothing was drafted: {why}")
+        kept = _is_kept(cache_in(given), asked)
+        if plan is not None and (why := next(why_no_rounds(asked, decoder, plan, kept, read), "")):
+            plan = None
+            _note_rounds(f"nothing was drafted: {why}")
         choice = Choice(
             ids.device,
             rows=ids.shape[0],
@@ -173,7 +172,8 @@ class Loop:
                 if isinstance(tail, Tail):
                     return _decoded(asked, decoder, tail, logits)
                 assert plan is not None
-                return _drafted(Rounds(asked, decoder, tail, read), asked, logits, plan)
+                rounds = Rounds(asked, decoder, tail, kept, read)
+                return _drafted(rounds, asked, logits, plan)
         finally:
             with decoder.turn:
                 self._put_back(tail)

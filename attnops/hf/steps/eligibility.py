@@ -267,5 +267,28 @@ def is_stock(owner: Any, name: str) -> bool:
     found = owner.__dict__.get(name)
     while isinstance(found, Method):
         found = found.own
-    theirs = getattr(GenerationMixin, name, None)
-    return found is None and theirs is not None and getattr(type(owner), name, None) is theirs
+    theirs, own = (getattr(each, name, None) for each in (GenerationMixin, type(owner)))
+    known = theirs is not None and (own is theirs or _keeps_logits_alone(own))
+    return found is None and known
+
+
+class _KeepsLogits:
+    """A model that asks for the logits of some last tokens, as several of transformers do."""
+
+    config: Any
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        kwargs["logits_to_keep"] = self.config.num_logits_to_keep
+        model_inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
+        return model_inputs
+
+
+def _keeps_logits_alone(method: Any) -> bool:
+    """Does it do what that of `_KeepsLogits` does? The last token's logits are all that the loop
+    reads."""
+    code, known = (getattr(f, "__code__", None) for f in (method, _PREPARES))
+    return code is not None and all(getattr(code, n) == getattr(known, n) for n in _OF_CODE)
+
+
+_PREPARES = _KeepsLogits.prepare_inputs_for_generation
+_OF_CODE = "co_code", "co_names", "co_consts", "co_varnames", "co_freevars"

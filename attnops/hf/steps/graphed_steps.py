@@ -100,7 +100,7 @@ def graphed_steps(
         Buckets(decode=sizes, verify=(int(queries),) if queries > 1 else ()),
         tokens=tokens,
         requests=("lengths", "live") if queries else ("input_ids", "position_ids", "live"),
-        state=(*cache.state.pages.counters, *cache.state.pages.states.tensors),
+        state=(*cache.state.pages.counters, *cache.state.pages.states.written),
         ahead=None if queries else cache.state.pages.held_plans(),
         over_budget=how.over_budget,
         check_every=how.check_every,

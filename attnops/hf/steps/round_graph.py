@@ -127,6 +127,7 @@ class Round:
         self.tree = False
         self._device: Device | None = None
         self._queries, self._waits = 1, False
+        self._chained = False  # do states of the model follow one chain?
         self._missed = 0
 
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -163,6 +164,7 @@ class Round:
     def over(self, pages: ModelPages) -> None:
         """Take the pages of the next prompt, before `begin`."""
         self._stream.use()
+        self._chained = bool(pages.states.tensors)
         if self.paths is not None:
             assert self._device is not None
             self.paths.use(pages, self._device, self._clear, self._move)
@@ -348,6 +350,8 @@ class Round:
         given, parents = proposal.probabilities, proposal.parents
         want = "None: generate() verifies drafts without probabilities"
         need(given is None, "proposal.probabilities", type(given).__name__, want)
+        want = "None for a model with states of linear attention, which follow one chain"
+        need(parents is None or not self._chained, "proposal.parents", "a tree", want)
         self._draft(proposal.checked(self.choice.rows, self.choice.vocab).tokens)
         if self.paths is None or not (self.tree or parents is not None):
             return

@@ -23,6 +23,7 @@ from attnops.core.select import active_policy
 from attnops.hf.cache.model_pages import EMPTY
 from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
+from attnops.hf.models import take_back
 from attnops.hf.models.rotations import follow_length
 from attnops.hf.steps.calls import plain_verify
 from attnops.hf.steps.decode import Decoder
@@ -74,8 +75,6 @@ def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
         yield f"decode={decoder.how.mode!r}, and drafts are for 'auto'"
     if deterministic(active_policy()):
         yield "under a deterministic policy steps of other sizes may choose other bits"
-    if cache.states:
-        yield "drafts are taken back, and states of linear attention cannot be"
     if cache.state.pages.plans() is not None:
         yield "the kernel needs a plan of the host, which steps with drafts do not have"
     if follow_length(asked.owner):
@@ -140,13 +139,13 @@ class Depth:
 
 
 class Rounds:
-    """The rounds of one call after its prompt.
+    """The rounds of one call after its prompt. kept, read: see `why_no_rounds`."""
 
-    read: the hidden states of the prompt, for a head.
-    """
-
-    def __init__(self, asked: Asked, decoder: Decoder, made: Round, read: Sequence[Read]) -> None:
-        self._asked, self._decoder, self._round, self._read = asked, decoder, made, read
+    def __init__(
+        self, asked: Asked, decoder: Decoder, made: Round, kept: bool, read: Sequence[Read]
+    ) -> None:
+        self._asked, self._decoder, self._round = asked, decoder, made
+        self._kept, self._read = kept, read
         self._cache = cache_in(asked.given)
         self._rows, self._length = asked.input_ids.shape
         self._lengths = [self._length] * self._rows
@@ -169,9 +168,7 @@ class Rounds:
         """
         asked, pages = self._asked, self._cache.state.pages
         padding = pages.pad[: self._rows].clone()
-        with self._decoder.turn:
-            self._round.over(pages)
-        self._round.begin(asked, padding, pages.seen - padding, self._read)
+        self._begin(padding, pages.seen - padding)
         try:
             self._decode(Outputs(logits), draft)
         finally:
@@ -180,12 +177,26 @@ class Rounds:
                     pages.seen.copy_((self._round.stored + padding)[0])
                     pages.pad.fill_(EMPTY)
                     pages.pad[:1].copy_(padding)
+                    if self._kept and self._cache.states and self._cache.state.whole:
+                        take_back.settle(asked.owner, self._cache, self._round.stored)
         if asked.streamer is not None:
             asked.streamer.end()
         sequences: Any = self._round.texts()
         if not asked.config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **named(self._cache))
+
+    def _begin(self, padding: Tensor, stored: Tensor) -> None:
+        """padding, stored: int64 `[B]`, of each row in the pages."""
+        asked, cache = self._asked, self._cache
+        with self._decoder.turn:
+            self._round.over(cache.state.pages)
+        self._round.begin(asked, padding, stored, self._read)
+        if cache.states:
+            with ordinary():
+                anew = take_back.begin(asked.owner, cache, self._round.form.depths[-1], stored)
+            if anew:
+                self._decoder.forget(cache.state.pages)
 
     def _decode(self, out: Outputs, draft: Draft | None) -> None:
         made, decoder, most = self._round, self._decoder, self._asked.max_length

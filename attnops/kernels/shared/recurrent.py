@@ -13,6 +13,10 @@ from attnops.core.record import changed
 from attnops.measured.cost import multiply_us
 
 CONV_TAKES = frozenset({"bias", "activation"})
+KEPT_OF_RULES = frozenset({"kept_key", "kept_value", "kept_decay", "kept_beta", "accepted"})
+KEPT_OF_SCANS = frozenset({"kept_x", "kept_dt", "kept_b", "accepted"})
+KEPT_OF_CONVS = frozenset({"kept_x", "accepted"})
+"""Arguments of tokens that may be taken back."""
 CHUNK = 64
 """Tokens that are worked out by matrix products, before the state goes on."""
 
@@ -46,15 +50,15 @@ def goes_by_chunks(dtype: torch.dtype, head_dim: int, v_head_dim: int) -> bool:
 
 
 def in_one_piece(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`run`, whose call has a contiguous output and state."""
+    """`run`, whose call has contiguous tensors to write."""
 
     @functools.wraps(run)
     def either(call: Any) -> None:
-        output, state = call.output.contiguous(), call.state.contiguous()
-        run(changed(call, output=output, state=state))
-        if output is not call.output:
-            call.output.copy_(output)
-        if state is not call.state:
-            call.state.copy_(state)
+        written = {a.name: getattr(call, a.name) for a in call.spec.args if a.written}
+        apart = {n: x for n, x in written.items() if x is not None and not x.is_contiguous()}
+        copies = {name: x.contiguous() for name, x in apart.items()}
+        run(changed(call, **copies) if copies else call)
+        for name, x in apart.items():
+            x.copy_(copies[name])
 
     return either

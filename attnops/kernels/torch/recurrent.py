@@ -17,7 +17,16 @@ from torch.nn import functional as F
 from attnops.core.kernel import Inline, Invariant, Kernel, device, register
 from attnops.core.problem import Problem
 from attnops.core.tensors import compact
-from attnops.kernels.shared.recurrent import CHUNK, CONV_TAKES, chunks_of, conv_us, rule_us
+from attnops.kernels.shared.recurrent import (
+    CHUNK,
+    CONV_TAKES,
+    KEPT_OF_CONVS,
+    KEPT_OF_RULES,
+    KEPT_OF_SCANS,
+    chunks_of,
+    conv_us,
+    rule_us,
+)
 from attnops.kernels.torch.by_request import by_request
 from attnops.ops.recurrent import reference as formulas, scan_gradient_reference as of_scan
 
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONV_GRADIENT = formulas.causal_conv1d_backward
-NONE = frozenset[str]()
+NONE, KEEPING = frozenset[str](), CONV_TAKES | KEPT_OF_CONVS
 ON_CPU = Invariant((device("cpu"),))
 LAUNCH_US = 5.0
 
@@ -321,11 +330,17 @@ for _op, _conv, _inline in (
         )
     )
 for _op, _run, _takes, _us, _invariant in (
-    ("gated_delta_rule", by_request(formulas.gated_delta_rule), NONE, rule_cost_us, ON_CPU),
+    (
+        "gated_delta_rule",
+        by_request(formulas.gated_delta_rule),
+        KEPT_OF_RULES,
+        rule_cost_us,
+        ON_CPU,
+    ),
     ("gated_delta_rule_backward", RULE_GRADIENT, NONE, rule_cost_us, ON_CPU),
-    ("mamba2_scan", by_request(formulas.mamba2_scan), NONE, rule_cost_us, ON_CPU),
+    ("mamba2_scan", by_request(formulas.mamba2_scan), KEPT_OF_SCANS, rule_cost_us, ON_CPU),
     ("mamba2_scan_backward", SCAN_GRADIENT, NONE, rule_cost_us, ON_CPU),
-    ("causal_conv1d", by_request(formulas.causal_conv1d), CONV_TAKES, conv_cost_us, ON_CPU),
+    ("causal_conv1d", by_request(formulas.causal_conv1d), KEEPING, conv_cost_us, ON_CPU),
     ("causal_conv1d_backward", CONV_GRADIENT, CONV_TAKES, conv_cost_us, Invariant()),
 ):
     register(

@@ -9,6 +9,9 @@ from attnops.core.problem import Problem
 from attnops.kernels.shared.parts import FEW_HEADS
 from attnops.kernels.shared.recurrent import (
     CONV_TAKES,
+    KEPT_OF_CONVS,
+    KEPT_OF_RULES,
+    KEPT_OF_SCANS,
     chunks_of,
     conv_us,
     goes_by_chunks,
@@ -17,8 +20,9 @@ from attnops.kernels.shared.recurrent import (
 from attnops.kernels.triton.attention import launched, own
 from attnops.measured.cost import decodes
 
-CHUNK_US, TOKEN_US = 2.5, 1.3
-"""Of a chunk, and of a token, after the one before; not measured."""
+CHUNK_US, TOKEN_US, KEPT_US = 2.5, 1.3, 0.3
+"""Of a chunk, and of a token, after the one before, also where the one before is loaded early; not
+measured."""
 
 
 def _rule_us(p: Problem) -> float:
@@ -26,6 +30,8 @@ def _rule_us(p: Problem) -> float:
     Not measured."""
     if decodes(p):
         return 4.0 + rule_us(p)
+    if "accepted" in p.asks:
+        return 4.0 + rule_us(p) + KEPT_US * 2 * p.sizes.queries.hint
     if goes_by_chunks(p.dtype, p.head_dim, p.v_head_dim):
         return 12.0 + max(2.0 * rule_us(p), CHUNK_US * chunks_of(p))
     return 4.0 + rule_us(p) + TOKEN_US * p.sizes.queries.hint
@@ -40,12 +46,16 @@ def _conv_gradient_us(p: Problem) -> float:
     return 12.0 + 6.0 * conv_us(p)
 
 
-for _op, _module in (("gated_delta_rule", "recurrent"), ("mamba2_scan", "scan")):
+for _op, _module, _takes in (
+    ("gated_delta_rule", "recurrent", KEPT_OF_RULES),
+    ("mamba2_scan", "scan", KEPT_OF_SCANS),
+):
     own(
         _op,
         launched(_module, _op),
         _rule_us,
         "attnops' own, by chunks of 64 tokens, or token after token",
+        _takes,
         needs=(
             one_of("last_dim_contiguous", True),
             FEW_HEADS,
@@ -58,7 +68,7 @@ own(
     launched("recurrent", "causal_conv1d"),
     _conv_us,
     "attnops' own, a tile of tokens and channels a program",
-    CONV_TAKES,
+    CONV_TAKES | KEPT_OF_CONVS,
 )
 own(
     "causal_conv1d_backward",

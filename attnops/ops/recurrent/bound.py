@@ -37,7 +37,9 @@ from torch import Tensor
 from attnops.core.record import changed, values
 from attnops.core.rounding import Allowed, Results, in_float64, roundoff, step
 from attnops.ops.recurrent import scan_bound
+from attnops.ops.recurrent.kept_reference import over_accepted
 from attnops.ops.recurrent.reference import (
+    RULE_KEEPS,
     causal_conv1d,
     causal_conv1d_backward,
     convolved,
@@ -56,7 +58,10 @@ from attnops.ops.recurrent.reference import (
 def _near(call: Any) -> Tensor:
     """4 u + a (sqrt(Dk) + 16 + 128 m), `[1, Hv, 1]`."""
     u, dk = roundoff(call.query.dtype), call.query.shape[2]
-    most: Tensor = call.decay.double().abs().amax(0)[None, :, None]
+    decay = call.decay
+    if getattr(call, "kept_decay", None) is not None:
+        decay = torch.cat([decay, call.kept_decay.flatten(0, 1)])
+    most: Tensor = decay.double().abs().amax(0)[None, :, None]
     return 4 * u + min(u, roundoff(torch.float32)) * (sqrt(dk) + 16 + 128 * most)
 
 
@@ -85,18 +90,23 @@ def _states(
 
 def _rule(call: Any, expected: Results) -> Allowed:
     dtype, dk = call.query.dtype, call.query.shape[2]
-    if not (call.output.numel() and call.max_seqlen_q):
+    if not (call.output.numel() and call.max_seqlen_q) and call.accepted is None:
         return {}
     u, half, near = roundoff(dtype), step(dtype), _near(call)
     call = in_float64(call)
     rows, there = rows_of(call)
-    inputs = inputs_of(call, rows, there)
+    inputs: Sequence[Tensor] = inputs_of(call, rows, there)
+    kept = 0
+    if call.accepted is not None:
+        before, *where = over_accepted(call, query="kept_key", **RULE_KEEPS)
+        of_kept, kept = inputs_of(before, *where), call.kept_key.shape[1]
+        inputs = [torch.cat(pair, 1) for pair in zip(of_kept, inputs, strict=True)]
     reads, allowed = inputs[0].norm(dim=-1, keepdim=True).unbind(1), list[Tensor]()
-    states = _states(inputs, state_before(call), near, half)
-    error = next(states)[1]
-    for q, (_, error, size) in zip(reads, states, strict=True):
+    _, errors, sizes = zip(*_states(inputs, state_before(call), near, half), strict=True)
+    for q, error, size in zip(reads, errors[1:], sizes[1:], strict=True):
         allowed.append(q * (error + near * size) + half * (1 + sqrt(dk) * size))
-    off = packed(torch.stack(allowed, 1), rows, there, len(call.output))
+    error = errors[-1 if call.accepted is None else kept]
+    off = packed(torch.stack(allowed, 1)[:, kept:], rows, there, len(call.output))
     exact = expected["output"].double().abs()
     rounded = roundoff(torch.float32) * expected["state"].double().abs()
     return {"output": off + u * exact, "state": error[:, :, None] + rounded}
@@ -164,10 +174,13 @@ def _conv(call: Any, expected: Results) -> Allowed:
         """What the convolution gives of these in place of its own tensors."""
         output = torch.empty_like(call.output)
         own = {"state": call.state.clone(), "output": output}
+        if call.accepted is not None:
+            own["kept_x"] = call.kept_x.clone()
         causal_conv1d(changed(call, activation="", **own | parts))
         return output
 
-    positive = {n: getattr(call, n).abs() for n in ("x", "weight", "state")}
+    names = [n for n in ("x", "weight", "state", "kept_x") if getattr(call, n) is not None]
+    positive = {n: getattr(call, n).abs() for n in names}
     squares = {n: x.square() for n, x in positive.items()}
     bias = None if call.bias is None else call.bias.abs()
     y, sizes = summed().abs(), summed(**positive, bias=bias)

@@ -12,6 +12,18 @@ RAGGED, ONES = (3, 1, 0, 5), (1, 1, 1)
 HEADS, FULL = (2, 4, 16, 24), (1, 2, 32, 16)
 NORM, FRESH = {"normalize": True}, {"fresh": True}
 APART = {"apart": True}
+KEPT = {"R": 9, "accepted": ((7, 3), (0, 0), (2, 4), (8, 4))}
+"""The second request has nothing yet that it keeps, the third has accepted tokens alone."""
+KEEPS: dict[str, Given] = {
+    "kept": KEPT,
+    "kept_whole_float16": KEPT | {"padding": None, "slack": 3, "dtype": F16},
+    "kept_float64": KEPT | {"dtype": F64},
+    "accepted_all": {"R": 10, "accepted": ((5, 5),) * 4},
+    "accepted_none": {"R": 5, "accepted": ((4, 0),) * 4, "dtype": BF16},
+}
+"""Of four requests, by what they keep of tokens that may be taken back."""
+COMMITTED: Given = {"R": 6, "accepted": ((4, 3), (1, 6), (5, 0)), "padding": 0}
+"""Accepted tokens, and no new ones."""
 RULES: Rows = {
     **at(
         (RAGGED, *HEADS),
@@ -24,8 +36,12 @@ RULES: Rows = {
             "float64": {"dtype": F64},
             "bfloat16": {"dtype": BF16} | NORM,
             "narrow_beta": {"dtype": F32, "beta_dtype": BF16},
+            **{label: {**NORM, **each} for label, each in KEEPS.items()},
         },
     ),
+    "kept_wide": ((8, 4), 1, 2, 128, 128, BF16, NORM, {"R": 16, "accepted": ((3, 5), (9, 8))}),
+    "kept_odd": ((5, 2), 3, 3, 20, 9, {"R": 7, "accepted": ((6, 2), (0, 5))}),
+    "committed": ((0, 0, 0), *HEADS, NORM, COMMITTED),
     "step": (ONES, *HEADS, NORM),
     "step_bfloat16": (ONES, *HEADS, BF16, NORM),
     "step_float16": (ONES, *HEADS, F16, NORM),
@@ -73,10 +89,19 @@ def _tokens(
         gates = gates + 4.0
     for field in ("query", "key", "value", "decay", "beta"):
         scene.free[field] = scene.free["tokens"]
-    return {
+    made = {
         "key": _strided(key.to(dtype), apart),
         "decay": -forgets * source.normal(tokens, sizes["Hv"]).sigmoid() * (not alike),
         "beta": gates.sigmoid().to(beta_dtype or dtype),
+    }
+    if "R" not in sizes:
+        return made
+    shape = sizes["B"], sizes["R"], sizes["Hv"]
+    keys = source.normal(*shape[:2], sizes["Hk"], width, spread=width**-0.5)
+    return made | {
+        "kept_key": keys.to(dtype),
+        "kept_decay": -source.normal(*shape).sigmoid(),
+        "kept_beta": source.normal(*shape).sigmoid().to(beta_dtype or dtype),
     }
 
 
@@ -99,8 +124,12 @@ SCANS: Rows = {
             "bfloat16": {"dtype": BF16} | STEPS,
             "wide_dt": {"dtype": BF16, "dt_dtype": F32, "dt_bias": F32, "dt_softplus": True},
             "fresh": FRESH,
+            **{label: {**STEPS, **each} for label, each in KEEPS.items()},
+            "kept_wide_dt": KEPT | {"dtype": BF16, "dt_dtype": F32, "dt_min": 0.2, "dt_max": 0.9},
         },
     ),
+    "kept_wide": ((8, 4), 1, 2, 128, 64, BF16, STEPS, {"R": 16, "accepted": ((3, 5), (9, 8))}),
+    "committed": ((0, 0, 0), *HEADS, STEPS, COMMITTED),
     "apart": (RAGGED, *HEADS, APART),
     "apart_bfloat16": ((70, 3), 2, 4, 32, 16, BF16, STEPS, APART),
     "step": (ONES, *HEADS, STEPS),
@@ -137,11 +166,15 @@ def _steps(
     if not scene.given.get("dt_softplus"):
         dt = dt.abs()
     c = source.normal(sizes["T"], sizes["Hk"], sizes["Dk"], dtype=dtype)
-    return {
+    made = {
         "dt": dt.to(dt_dtype or dtype),
         "a": -source.normal(sizes["Hv"]).exp(),
         "c": _strided(c, apart),
     }
+    if "R" not in sizes:
+        return made
+    kept_dt = source.normal(sizes["B"], sizes["R"], sizes["Hv"])
+    return made | {"kept_dt": kept_dt.to(dt_dtype or dtype)}
 
 
 WIDE, SILU, BIAS = (RAGGED, 36, 4), {"activation": "silu"}, {"bias": True}
@@ -162,8 +195,12 @@ CONVS: Rows = {
             "float64": {"dtype": F64} | SILU,
             "bfloat16": {"dtype": BF16} | SILU | BIAS,
             "float16": {"dtype": F16} | SILU,
+            **{label: {**SILU, **each} for label, each in KEEPS.items()},
+            "kept_longer_state": {"kept": 6} | KEPT | BIAS,
         },
     ),
+    "committed": ((0, 0, 0), 36, 4, COMMITTED),
+    "committed_longer": ((0, 0, 0), 100, 4, BF16, COMMITTED, {"kept": 4}),
     "step": (ONES, 36, 4, SILU),
     "step_bfloat16": (ONES, 100, 4, BF16, SILU, {"kept": 4}),
     "long_bfloat16": ((40, 2, 17), 100, 4, BF16, SILU),
@@ -210,11 +247,20 @@ def _gradient(scene: Scene, fresh: bool, state: torch.Tensor, **inputs: Any) -> 
     return inputs | {"grad_after": after} | ({} if fresh else {"state": state})
 
 
+def _trained(rows: Rows) -> Rows:
+    """Those of calls that have a gradient: they keep no tokens."""
+    return {
+        label: row
+        for label, row in rows.items()
+        if not any(isinstance(part, dict) and "R" in part for part in row)
+    }
+
+
 CASES = {
     "gated_delta_rule": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _tokens),
-    "gated_delta_rule_backward": Grid("q_lens Hk Hv Dk Dv dtype", RULES, _of_tokens),
+    "gated_delta_rule_backward": Grid("q_lens Hk Hv Dk Dv dtype", _trained(RULES), _of_tokens),
     "mamba2_scan": Grid("q_lens Hk Hv Dk Dv dtype", SCANS, _steps),
-    "mamba2_scan_backward": Grid("q_lens Hk Hv Dk Dv dtype", SCANS, _of_steps),
+    "mamba2_scan_backward": Grid("q_lens Hk Hv Dk Dv dtype", _trained(SCANS), _of_steps),
     "causal_conv1d": Grid("q_lens C W dtype", CONVS, _inputs),
-    "causal_conv1d_backward": Grid("q_lens C W dtype", CONVS, _of_conv),
+    "causal_conv1d_backward": Grid("q_lens C W dtype", _trained(CONVS), _of_conv),
 }

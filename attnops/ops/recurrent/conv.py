@@ -17,6 +17,7 @@ from attnops.ops import rules, typical
 from attnops.ops.recurrent import reference
 from attnops.ops.recurrent.counted import OF_CONVOLUTIONS
 from attnops.ops.recurrent.gradient import differentiable
+from attnops.ops.recurrent.kept import ACCEPTED, check_kept, kept
 
 
 def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
@@ -27,7 +28,7 @@ LEAST = {"C": ">= 1 channel", "W": ">= 1 number"}
 SILU = arg(default="", choices=("", "silu"))
 
 
-@record("causal_conv1d", least=LEAST, facts=_facts, counted=OF_CONVOLUTIONS)
+@record("causal_conv1d", least=LEAST, rules=check_kept, facts=_facts, counted=OF_CONVOLUTIONS)
 class CausalConv1d(rules.Queries):
     """The tokens of packed requests, and the inputs before them."""
 
@@ -41,6 +42,8 @@ class CausalConv1d(rules.Queries):
     padded: bool = rules.PADDED
     output: Tensor = arg("T, C", "x", written=True)
     state: Tensor = arg("B, C, >= W - 1", "x", written=True, holds="states")
+    kept_x: Tensor | None = kept("B, R, C", "x")
+    accepted: Tensor | None = ACCEPTED
 
 
 QWEN3_NEXT: typical.Leaves = {
@@ -107,6 +110,8 @@ def causal_conv1d(
     fresh: bool = False,
     padded: bool = True,
     output: Tensor | None = None,
+    kept_x: Tensor | None = None,
+    accepted: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """A causal convolution of each channel over the tokens of packed requests.
@@ -131,14 +136,21 @@ def causal_conv1d(
         padded: False promises that there are no padding rows, which saves a clear of the output.
         output: `[T, C]`, to write into; allocated when None. It shares no memory with the other
             tensors.
+        kept_x: `[B, R, C]`, the inputs of each request's last tokens, which may still be taken
+            back: `state` is that before them. It then goes on over the accepted ones and stays
+            there, and the new tokens are kept in their place. R slots are used in turn; the
+            accepted and the new tokens of a request are at most R together.
+        accepted: int32 `[B, 2]`, of each request the slot of its first accepted token, and how many
+            follow from there. New tokens are kept in the slots behind them.
         kernel: force a kernel by name for this call.
 
     Returns:
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract, or `state` or `output`
-            is a leaf that requires grad. UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract, `accepted` or a kept
+            tensor is missing beside the other, or `state` or `output` is a leaf that requires
+            grad. UnknownKernel, NoKernel.
     """
     eager_cache.tensors(x=x)
     check_strided("x", x, "T, C")
@@ -159,6 +171,8 @@ def causal_conv1d(
             policy=key_for("causal_conv1d", kernel),
             output=output,
             state=state,
+            kept_x=kept_x,
+            accepted=accepted,
         )
     )
     return output

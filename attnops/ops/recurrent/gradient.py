@@ -42,8 +42,12 @@ def differentiable(run: Any, call: Any) -> None:
     """Run a call whose gradient is asked for. Its state carries a gradient from call to call, as
     any tensor that is changed in place.
 
-    Raises InvalidInput if `output` or `state` is a leaf that requires grad.
+    Raises InvalidInput if `output` or `state` is a leaf that requires grad, and for tokens that may
+    be taken back.
     """
+    if call.accepted is not None:
+        want = "None, where a gradient is asked for: no token is taken back in training"
+        fail(InvalidInput, "accepted", "a tensor", want)
     for field in ("output", "state"):
         written = getattr(call, field)
         if written.is_leaf and written.requires_grad:

@@ -27,6 +27,7 @@ from attnops.ops import rules, typical
 from attnops.ops.recurrent import reference
 from attnops.ops.recurrent.counted import of_states
 from attnops.ops.recurrent.gradient import differentiable
+from attnops.ops.recurrent.kept import ACCEPTED, check_kept, kept
 
 LEAST = {
     "Hk": ">= 1 head",
@@ -46,10 +47,16 @@ def heads_divide(call: Any, sizes: Sizes) -> None:
     need(heads % kv_heads == 0, place(call.spec, "Hv"), heads, want)
 
 
+def carries(call: Any, sizes: Sizes) -> None:
+    """The rules of `heads_divide` and `check_kept`."""
+    heads_divide(call, sizes)
+    check_kept(call, sizes)
+
+
 @record(
     "gated_delta_rule",
     least=LEAST,
-    rules=heads_divide,
+    rules=carries,
     problem=MEASURES,
     counted=of_states(flops=6.0),
 )
@@ -69,6 +76,11 @@ class GatedDeltaRule(rules.Queries):
     padded: bool = rules.PADDED
     output: Tensor = arg("T, Hv, Dv", "query", written=True)
     state: Tensor = arg("B, Hv, Dk, Dv", FLOAT32, written=True, holds="states")
+    kept_key: Tensor | None = kept("B, R, Hk, Dk", "query")
+    kept_value: Tensor | None = kept("B, R, Hv, Dv", "query")
+    kept_decay: Tensor | None = kept("B, R, Hv", FLOAT32)
+    kept_beta: Tensor | None = kept("B, R, Hv", "beta")
+    accepted: Tensor | None = ACCEPTED
 
 
 QWEN3_NEXT: typical.Leaves = {
@@ -146,6 +158,11 @@ def gated_delta_rule(
     fresh: bool = False,
     padded: bool = True,
     output: Tensor | None = None,
+    kept_key: Tensor | None = None,
+    kept_value: Tensor | None = None,
+    kept_decay: Tensor | None = None,
+    kept_beta: Tensor | None = None,
+    accepted: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """The gated delta rule over the tokens of packed requests. Differentiable in query,
@@ -178,14 +195,22 @@ def gated_delta_rule(
         padded: False promises that there are no padding rows, which saves a clear of the output.
         output: `[T, Hv, Dv]`, to write into; allocated when None. It shares no memory with the
             other tensors.
+        kept_key: `[B, R, Hk, Dk]`, the keys of each request's last tokens, which may still be taken
+            back: `state` is that before them. It then goes on over the accepted ones and stays
+            there, and the new tokens are kept in their place. R slots are used in turn; the
+            accepted and the new tokens of a request are at most R together.
+        kept_value, kept_decay, kept_beta: `[B, R, Hv, Dv]` and `[B, R, Hv]`, likewise.
+        accepted: int32 `[B, 2]`, of each request the slot of its first accepted token, and how many
+            follow from there. New tokens are kept in the slots behind them.
         kernel: force a kernel by name for this call.
 
     Returns:
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract, or `state` or `output`
-            is a leaf that requires grad. UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract, `accepted` or a kept
+            tensor is missing beside others, or `state` or `output` is a leaf that requires grad.
+            UnknownKernel, NoKernel.
     """
     eager_cache.tensors(query=query, value=value)
     for field, given, dims in (("query", query, "T, Hk, Dk"), ("value", value, "T, Hv, Dv")):
@@ -210,6 +235,11 @@ def gated_delta_rule(
             policy=key_for("gated_delta_rule", kernel),
             output=output,
             state=state,
+            kept_key=kept_key,
+            kept_value=kept_value,
+            kept_decay=kept_decay,
+            kept_beta=kept_beta,
+            accepted=accepted,
         )
     )
     return output

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnops.core.tensors import compact, wide
+from attnops.ops.recurrent.kept_reference import keep, over_accepted
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.conv import CausalConv1d, CausalConv1dBackward
@@ -21,21 +22,40 @@ EPS = 1e-6
 """What is added to the square of a vector's length, by which it is divided."""
 
 
+RULE_KEEPS = {"key": "kept_key", "value": "kept_value", "decay": "kept_decay", "beta": "kept_beta"}
+SCAN_KEEPS = {"x": "kept_x", "dt": "kept_dt", "b": "kept_b"}
+"""What is kept of a token's inputs, by the name of the input."""
+
+
 def gated_delta_rule(call: GatedDeltaRule) -> None:
     """The reference of `attnops.ops.gated_delta_rule`."""
+    state = state_before(call)
+    if call.accepted is not None:
+        state = _ruled(state, *over_accepted(call, query="kept_key", **RULE_KEEPS))[1]
+        call.state.copy_(state)
     if is_blank(call):
         return
     rows, there = rows_of(call)
-    q, k, v, decay, beta = (x.unbind(1) for x in inputs_of(call, rows, there))
-    state = state_before(call).to(q[0].dtype)
-    outputs = []
-    for t in range(call.max_seqlen_q):
-        state = state * decay[t].exp()[..., None, None]
-        delta = (v[t] - read(state, k[t])) * beta[t][..., None]
-        state = state + k[t][..., None] * delta[..., None, :]
-        outputs.append(read(state, q[t]))
+    outputs, state = _ruled(state, call, rows, there)
     put(call, torch.stack(outputs, 1), rows, there)
-    call.state.copy_(state)
+    if call.accepted is None:
+        call.state.copy_(state)
+    else:
+        keep(call, **RULE_KEEPS)
+
+
+def _ruled(
+    state: Tensor, call: GatedDeltaRule, rows: Tensor, there: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """(the outputs `[B, Hv, Dv]` of the tokens in turn, the states after them)."""
+    inputs = inputs_of(call, rows, there)
+    state, outputs = state.to(inputs[0].dtype), list[Tensor]()
+    for q, k, v, decay, beta in zip(*(x.unbind(1) for x in inputs), strict=True):
+        state = state * decay.exp()[..., None, None]
+        delta = (v - read(state, k)) * beta[..., None]
+        state = state + k[..., None] * delta[..., None, :]
+        outputs.append(read(state, q))
+    return outputs, state
 
 
 def gated_delta_rule_backward(call: GatedDeltaRuleBackward) -> tuple[Tensor, ...]:
@@ -182,11 +202,26 @@ def packed(found: Tensor, rows: Tensor, there: Tensor, tokens: int) -> Tensor:
 
 def causal_conv1d(call: CausalConv1d) -> None:
     """The reference of `attnops.ops.causal_conv1d`."""
+    if call.accepted is not None:
+        call.state.copy_(inputs_after(call))
     whole, place, _, after = laid_out(call, state_before(call))
     y = convolved(call, whole, place)
     y = F.silu(y) if call.activation else y
     call.output.copy_(torch.where((place < len(whole) - 1)[:, None], y, 0.0))
-    call.state.copy_(whole[after].transpose(1, 2))
+    if call.accepted is None:
+        call.state.copy_(whole[after].transpose(1, 2))
+    else:
+        keep(call, x="kept_x")
+
+
+def inputs_after(call: CausalConv1d) -> Tensor:
+    """The last inputs `[B, C, S]` behind the accepted tokens."""
+    before, rows, there = over_accepted(call, x="kept_x")
+    state = call.state
+    newer = padded(before.x, rows, there, state.dtype)
+    whole = torch.cat([state, newer.transpose(1, 2)], 2)
+    columns = torch.arange(state.shape[2], device=state.device) + there.sum(1)[:, None]
+    return whole.gather(2, columns[:, None].expand_as(state))
 
 
 def laid_out(call: Any, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -255,21 +290,33 @@ def causal_conv1d_backward(call: CausalConv1dBackward) -> tuple[Tensor, ...]:
 
 def mamba2_scan(call: Mamba2Scan) -> None:
     """The reference of `attnops.ops.mamba2_scan`."""
+    state = state_before(call)
+    if call.accepted is not None:
+        state = _scanned(state, *over_accepted(call, c="kept_b", **SCAN_KEEPS))[1]
+        call.state.copy_(state)
     if is_blank(call):
         return
     rows, there = rows_of(call)
+    found, state = _scanned(state, call, rows, there)
+    put(call, found, rows, there)
+    if call.accepted is None:
+        call.state.copy_(state)
+    else:
+        keep(call, **SCAN_KEEPS)
+
+
+def _scanned(state: Tensor, call: Mamba2Scan, rows: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """(the outputs `[B, tokens, Hv, Dv]`, the states after the tokens)."""
     inputs = x, dt, *_ = scan_inputs(call, rows, there)
     decay = (dt * call.a.to(dt.dtype)).exp()[..., None, None]
-    state = state_before(call).to(dt.dtype)
-    outputs = []
+    state, outputs = state.to(dt.dtype), list[Tensor]()
     for x_t, dt_t, b_t, c_t, left in zip(*(y.unbind(1) for y in (*inputs, decay)), strict=True):
         state = state * left + (x_t * dt_t[..., None])[..., None] * b_t[..., None, :]
         outputs.append(read(state.mT, c_t))
     found = torch.stack(outputs, 1)
     if call.d is not None:
         found = found + x * call.d.to(x.dtype)[:, None]
-    put(call, found, rows, there)
-    call.state.copy_(state)
+    return found, state
 
 
 def scan_inputs(call: Any, rows: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

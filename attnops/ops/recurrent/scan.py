@@ -14,13 +14,14 @@ from attnops.ops import rules, typical
 from attnops.ops.recurrent import reference, scan_gradient_reference
 from attnops.ops.recurrent.counted import of_states
 from attnops.ops.recurrent.gradient import differentiable
-from attnops.ops.recurrent.record import LEAST, MEASURES, heads_divide
+from attnops.ops.recurrent.kept import ACCEPTED, kept
+from attnops.ops.recurrent.record import LEAST, MEASURES, carries, heads_divide
 
 
 @record(
     "mamba2_scan",
     least=LEAST,
-    rules=heads_divide,
+    rules=carries,
     problem=MEASURES,
     counted=of_states(flops=4.0),
 )
@@ -43,6 +44,10 @@ class Mamba2Scan(rules.Queries):
     padded: bool = rules.PADDED
     output: Tensor = arg("T, Hv, Dv", "x", written=True)
     state: Tensor = arg("B, Hv, Dv, Dk", FLOAT32, written=True, holds="states")
+    kept_x: Tensor | None = kept("B, R, Hv, Dv", "x")
+    kept_dt: Tensor | None = kept("B, R, Hv", "dt")
+    kept_b: Tensor | None = kept("B, R, Hk, Dk", "x")
+    accepted: Tensor | None = ACCEPTED
 
 
 GRANITE_4: typical.Leaves = {
@@ -126,6 +131,10 @@ def mamba2_scan(
     fresh: bool = False,
     padded: bool = True,
     output: Tensor | None = None,
+    kept_x: Tensor | None = None,
+    kept_dt: Tensor | None = None,
+    kept_b: Tensor | None = None,
+    accepted: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """The selective scan of Mamba-2 over the tokens of packed requests. Differentiable in x,
@@ -162,14 +171,22 @@ def mamba2_scan(
         padded: False promises that there are no padding rows, which saves a clear of the output.
         output: `[T, Hv, Dv]`, to write into; allocated when None. It shares no memory with the
             other tensors.
+        kept_x: `[B, R, Hv, Dv]`, x of each request's last tokens, which may still be taken back:
+            `state` is that before them. It then goes on over the accepted ones and stays there, and
+            the new tokens are kept in their place. R slots are used in turn; the accepted and the
+            new tokens of a request are at most R together.
+        kept_dt, kept_b: `[B, R, Hv]` and `[B, R, Hk, Dk]`, likewise.
+        accepted: int32 `[B, 2]`, of each request the slot of its first accepted token, and how many
+            follow from there. New tokens are kept in the slots behind them.
         kernel: force a kernel by name for this call.
 
     Returns:
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract, or `state` or `output`
-            is a leaf that requires grad. UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract, `accepted` or a kept
+            tensor is missing beside others, or `state` or `output` is a leaf that requires grad.
+            UnknownKernel, NoKernel.
     """
     eager_cache.tensors(x=x)
     check_strided("x", x, "T, Hv, Dv")
@@ -196,6 +213,10 @@ def mamba2_scan(
             policy=key_for("mamba2_scan", kernel),
             output=output,
             state=state,
+            kept_x=kept_x,
+            kept_dt=kept_dt,
+            kept_b=kept_b,
+            accepted=accepted,
         )
     )
     return output

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from attnops.core.rounding import Allowed, Results, in_float64, roundoff, step
+from attnops.ops.recurrent.kept_reference import over_accepted
 from attnops.ops.recurrent.reference import (
+    SCAN_KEEPS,
     packed,
     padded,
     raw_steps,
@@ -39,23 +41,32 @@ from attnops.ops.recurrent.reference import (
 
 def _scan(call: Any, expected: Results) -> Allowed:
     dtype, dk = call.x.dtype, call.b.shape[2]
-    if not (call.output.numel() and call.max_seqlen_q):
+    if not (call.output.numel() and call.max_seqlen_q) and call.accepted is None:
         return {}
     u, half = roundoff(dtype), step(dtype)
     a = min(u, roundoff(torch.float32))
     call = in_float64(call)
     rows, there = rows_of(call)
-    x, dt, _, c = scan_inputs(call, rows, there)
-    near, stepped = _near_scan(call, rows, there, a), dt[..., None] * x
-    reads, allowed = c.norm(dim=-1, keepdim=True), list[Tensor]()
-    states = _scan_states(call, state_before(call), rows, there, u, near, half)
-    error = next(states)[0]
-    for read_by, (error, size) in zip(reads.unbind(1), states, strict=True):
+    inputs: tuple[Tensor, ...] = scan_inputs(call, rows, there)
+    near, kept = _near_scan(call, rows, there, a), 0
+    if call.accepted is not None:
+        kept = call.kept_x.shape[1]
+        before, *at = over_accepted(call, c="kept_b", **SCAN_KEEPS)
+        near = torch.maximum(near, _near_scan(before, at[0], at[1], a))
+        both = zip(scan_inputs(before, *at), inputs, strict=True)
+        inputs = tuple(torch.cat(pair, 1) for pair in both)
+    x, dt, _, c = inputs
+    stepped, reads, allowed = dt[..., None] * x, c.norm(dim=-1, keepdim=True), list[Tensor]()
+    states = _scan_states(call, inputs, state_before(call), u, near, half)
+    errors, sizes = zip(*states, strict=True)
+    for read_by, error, size in zip(reads.unbind(1), errors[1:], sizes[1:], strict=True):
         allowed.append(read_by * (error + (4 * u + near) * size))
+    error = errors[-1 if call.accepted is None else kept]
     rest = half * (1 + sqrt(dk) * reads + 64 * stepped.abs().amax(1, keepdim=True))
     if call.d is not None:
         rest = rest + 2 * a * (call.d[:, None] * x).abs()
-    off = packed(torch.stack(allowed, 1) + rest, rows, there, len(call.output))
+    off = (torch.stack(allowed, 1) + rest)[:, kept:]
+    off = packed(off, rows, there, len(call.output))
     exact = expected["output"].double().abs()
     rounded = roundoff(torch.float32) * expected["state"].double().abs()
     return {"output": off + u * exact, "state": error[..., None] + rounded}
@@ -63,7 +74,10 @@ def _scan(call: Any, expected: Results) -> Allowed:
 
 def _near_scan(call: Any, rows: Tensor, there: Tensor, a: float) -> Tensor:
     """e, `[Hv, 1]`."""
-    raw = raw_steps(call, rows, there).abs().amax((0, 1))
+    raw = raw_steps(call, rows, there).abs()
+    if not raw.shape[1]:
+        return torch.zeros_like(call.a)[:, None]
+    raw = raw.amax((0, 1))
     most = (scan_inputs(call, rows, there)[1] * call.a).abs().amax((0, 1))
     softplus = 2 * raw * (1 + most)
     near: Tensor = a * (sqrt(call.b.shape[2]) + 16 + 128 * most + softplus)
@@ -71,10 +85,10 @@ def _near_scan(call: Any, rows: Tensor, there: Tensor, a: float) -> Tensor:
 
 
 def _scan_states(
-    call: Any, state: Tensor, rows: Tensor, there: Tensor, u: float, near: Tensor, half: float
+    call: Any, inputs: tuple[Tensor, ...], state: Tensor, u: float, near: Tensor, half: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(E, N) before the first token and after each. near: e."""
-    x, dt, b, _ = (y.unbind(1) for y in scan_inputs(call, rows, there))
+    """(E, N) before the first token and after each. inputs: as `scan_inputs`. near: e."""
+    x, dt, b, _ = (y.unbind(1) for y in inputs)
     size = state.norm(dim=-1)
     error = torch.zeros_like(size)
     yield error, size
@@ -96,9 +110,9 @@ def _scan_gradient(call: Any, expected: Results) -> Allowed:
     a = min(u, roundoff(torch.float32))
     call = in_float64(call)
     rows, there = rows_of(call)
-    x, dt, b, c = scan_inputs(call, rows, there)
+    x, dt, b, c = inputs = scan_inputs(call, rows, there)
     near = 4 * u + _near_scan(call, rows, there, a)
-    states = [*_scan_states(call, state_of(call), rows, there, u, near, 0.0)]
+    states = [*_scan_states(call, inputs, state_of(call), u, near, 0.0)]
     of_output = padded(call.grad_output, rows, there, torch.float64).abs()
     size, worst = call.grad_after.norm(dim=-1), list[tuple[Tensor, ...]]()
     error = torch.zeros_like(size)

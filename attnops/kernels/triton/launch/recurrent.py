@@ -14,6 +14,7 @@ from attnops.kernels.shared.recurrent import CHUNK, goes_by_chunks, in_one_piece
 from attnops.kernels.shared.sizes import padded, power
 from attnops.kernels.shared.tokens import clear
 from attnops.kernels.triton.device import recurrent as device
+from attnops.kernels.triton.launch import verify_states
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.conv import CausalConv1d
@@ -34,16 +35,18 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
     fixed = deterministic(call.policy)
     if call.padded:
         clear((call.cu_seqlens_q, call.output, 0.0))
-    if not call.output.numel() or not call.state.shape[0]:
+    if not call.state.shape[0] or not (call.output.numel() or call.accepted is not None):
         return
     sizes = _heads(call)
-    chunks = goes_by_chunks(call.query.dtype, sizes["DK"], sizes["DV"])
+    chunks = call.accepted is None and goes_by_chunks(call.query.dtype, sizes["DK"], sizes["DV"])
     chunks = chunks and (call.max_seqlen_q > 1 or fixed)
     if chunks or fixed:
         call = changed(
             call, query=steady(call.query), key=steady(call.key), value=steady(call.value)
         )
-    if chunks:
+    if call.accepted is not None:
+        verify_states.gated_delta_rule(call)
+    elif chunks:
         _by_chunks(call)
     else:
         _in_turn(call)
@@ -174,7 +177,10 @@ def causal_conv1d(call: CausalConv1d) -> None:
     if call.padded:
         clear((call.cu_seqlens_q, call.output, 0.0))
     requests, channels, kept = call.state.shape
-    if not call.output.numel() or not requests:
+    if not requests or not (call.output.numel() or call.accepted is not None):
+        return
+    if call.accepted is not None:
+        verify_states.causal_conv1d(call)
         return
     tokens = 1 if call.max_seqlen_q == 1 else CONV_TOKENS
     block, tiles = min(CONV_CHANNELS, power(channels)), max(-(-call.max_seqlen_q // tokens), 1)

@@ -12,6 +12,7 @@ from attnops.kernels.shared.recurrent import goes_by_chunks, in_one_piece
 from attnops.kernels.shared.sizes import power
 from attnops.kernels.shared.tokens import clear
 from attnops.kernels.triton.device import scan as device
+from attnops.kernels.triton.launch import verify_states
 from attnops.kernels.triton.launch.recurrent import CHUNK_VALUES, STEP_VALUES, columns, stages
 
 if TYPE_CHECKING:
@@ -28,11 +29,14 @@ def mamba2_scan(call: Mamba2Scan) -> None:
         clear((call.cu_seqlens_q, call.output, 0.0))
     (_, heads, dv), (_, groups, dk) = call.x.shape, call.b.shape
     requests = call.state.shape[0]
-    if not call.output.numel() or not requests:
+    if not requests or not (call.output.numel() or call.accepted is not None):
         return
     chunks = goes_by_chunks(call.x.dtype, dk, dv) and (call.max_seqlen_q > 1 or fixed)
     if chunks or fixed:
         call = changed(call, x=steady(call.x), b=steady(call.b), c=steady(call.c))
+    if call.accepted is not None:
+        verify_states.mamba2_scan(call)
+        return
     block = CHUNK_VALUES if chunks else min(STEP_VALUES, power(dv))
     blocks: dict[str, Any] = {"BLOCK_K": power(dk), "BLOCK_V": block}
     if chunks:

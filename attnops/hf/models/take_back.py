@@ -1,0 +1,92 @@
+"""Tokens that the layers with states of a model can take back: what they keep of them, and how the
+states go on over those that are accepted where no step follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnops.hf.models.recurrent import BY_OP, conv_of, modules_with_states
+from attnops.hf.models.states import Memory, StateSizes
+from attnops.ops.recurrent.conv import causal_conv1d
+from attnops.ops.recurrent.record import gated_delta_rule
+from attnops.ops.recurrent.scan import mamba2_scan
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "gated_delta_rule": ("kept_key", "kept_value", "kept_decay", "kept_beta"),
+    "mamba2_scan": ("kept_x", "kept_dt", "kept_b"),
+    "": (),
+}
+"""What is kept of a token beside the input of its convolution, by op."""
+
+
+def begin(model: nn.Module, cache: Any, tokens: int, lengths: Tensor) -> bool:
+    """Begin to keep the tokens of steps that verify up to so many of a row. Returns whether memory
+    for fewer, which graphs may hold, is gone.
+
+    lengths: int64 `[B]`, the tokens of each row that the states have read.
+    """
+    pages = cache.state.pages
+    states, slots = pages.states, 2 * tokens
+    had: int = states.slots
+    if had < slots:
+        taken, sizes = modules_with_states(model), pages.sizes.states
+        modules = [taken[number] for number in cache.states]
+        memory = [_memory(*each, of) for each, of in zip(modules, sizes, strict=True)]
+        pages.stream.leave(*states.written)
+        states.keep([NAMES[op] for _, op in modules], memory, slots)
+        pages.stream.own(*states.written)
+        pages.use()
+    states.begin(lengths)
+    return 0 < had < slots
+
+
+def _memory(module: nn.Module, op: str, sizes: StateSizes) -> Memory:
+    """What is kept of one token."""
+    dtype = sizes.conv_dtype
+    conv = torch.Size(sizes.conv[:1]), dtype
+    if not op:
+        return (conv,)
+    of = dict(BY_OP[op].sizes(module))
+    keys = torch.Size((of["kv_heads"], of["head_dim"])), dtype
+    values = torch.Size((of["q_heads"], of["v_head_dim"])), dtype
+    number = torch.Size((of["q_heads"],))
+    if op == "mamba2_scan":
+        return conv, values, (number, dtype), keys
+    return conv, keys, values, (number, torch.float32), (number, dtype)
+
+
+def settle(model: nn.Module, cache: Any, lengths: Tensor) -> None:
+    """Let the states of the first rows go on to so many tokens, int64 `[B]`: over those that were
+    accepted since the last step."""
+    states, rows = cache.state.pages.states, lengths.shape[0]
+    states.accept(lengths, torch.ones_like(lengths, dtype=torch.bool))
+    starts = torch.zeros(rows + 1, dtype=torch.int32, device=lengths.device)
+    none: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 0, "padded": False}
+    taken = modules_with_states(model)
+    for number, place in cache.states.items():
+        module, op = taken[number]
+        own: Any = states.of(place, rows, keeps=True)
+        weight = conv_of(module).weight[:, 0].to(own.conv.dtype)
+        given = own.kept.of_conv()
+        causal_conv1d(given["kept_x"][0, :0], weight, own.conv, **given, **none)
+        if op:
+            _SETTLES[op](module, own, none)
+
+
+def _settle_rule(module: Any, own: Any, none: dict[str, Any]) -> None:
+    given = own.kept.of_op()
+    key, value, decay, beta = (given[name][0, :0] for name in NAMES["gated_delta_rule"])
+    gated_delta_rule(key, key, value, decay, beta, own.state, normalize=True, **given, **none)
+
+
+def _settle_scan(module: Any, own: Any, none: dict[str, Any]) -> None:
+    given = own.kept.of_op()
+    x, dt, b = (given[name][0, :0] for name in NAMES["mamba2_scan"])
+    given |= {"dt_bias": module.dt_bias, "dt_softplus": True}
+    mamba2_scan(x, dt, -module.A_log.float().exp(), b, b, own.state, **given, **none)
+
+
+_SETTLES = {"gated_delta_rule": _settle_rule, "mamba2_scan": _settle_scan}
