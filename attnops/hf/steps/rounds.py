@@ -40,8 +40,8 @@ _COST = 0.02
 """What one more token of a row adds to the time of a step, as a part of it."""
 
 _TREE, _NODE = 0.05, 0.003
-"""What a tree adds, and in it each draft of any row. Steps of 8 to 256 tokens of Llama-3-8B's shape
-on an H200 took so long; trees have many more nodes than chains, so that they need the better sum."""
+"""What a tree adds, and in it each draft of any row: steps of 2 to 256 tokens of Llama-3-8B's shape
+on an H200 took so long."""
 
 
 def why_no_rounds(
