@@ -77,5 +77,12 @@ def test_a_tree_is_verified_whole_or_not_at_all():
         depth.note(8, News([1], [], 7, False), tree=True)
     found = [depth.next(7, tree=True) for _ in range(PROBE)]
     assert found == [1] * (PROBE - 1) + [8]
+    for _ in range(20):
+        depth.note(8, News([2], [], 7, False), tree=True)
+    assert depth.next(7, tree=True) == 8
     # Chains are judged by themselves.
     assert depth.next(7) == 8
+    # Five tokens of a row for a step that takes as long as seven.
+    many = Depth((1, 33, 64), rows=32)
+    many.note(64, News([5] * 32, [], 63, False), tree=True)
+    assert many.next(63, tree=True) == 1

@@ -65,10 +65,8 @@ def tree_masks(pages: ModelPages, batch: PagedBatch, parents: Tensor) -> Masks:
     return found
 
 
-def tree_of(pages: ModelPages, masks: Masks | None, number: int) -> Tree | None:
-    """That of a layer with pages; None: the step has none."""
-    if masks is None:
-        return None
+def tree_of(pages: ModelPages, masks: Masks, number: int) -> Tree:
+    """That of a layer with pages."""
     window = _seen_by(pages, number)
     return Tree(masks[pages.table_of[number], window], window)
 

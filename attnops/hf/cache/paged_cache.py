@@ -443,7 +443,7 @@ class PagedModelCache(Cache):
             step.fresh,
             one_launch=one_launch,
             meanwhile=step.meanwhile[number] if step.meanwhile else None,
-            tree=tree_of(pages, step.masks, number),
+            tree=None if step.masks is None else tree_of(pages, step.masks, number),
         )
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:

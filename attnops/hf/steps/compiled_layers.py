@@ -257,7 +257,7 @@ class Here:
             heads=heads,
             packed=self.packed,
             one_launch=one_launch,
-            tree=tree_of(pages, step.masks, at),
+            tree=None if step.masks is None else tree_of(pages, step.masks, at),
             states=self._states(number, step),
         )
 
