@@ -53,22 +53,26 @@ def in_turn(
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
 ):
-    """Grid: (requests, heads, cdiv(DV, BLOCK_V)). One token after the other."""
-    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    """Grid: requests * heads * cdiv(DV, BLOCK_V). One token after the other."""
+    tiles: constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    # Programs that run at once read memory that lies together: parts of the same rows.
+    row, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    request, head = row // HEADS, row % HEADS
     begin = tl.load(starts_ptr + request * starts_b)
     end = tl.load(starts_ptr + (request + 1) * starts_b)
-    if begin >= end:
-        return
-    d, n = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    d, n = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
     in_key, in_value = d < DK, n < DV
-    query_ptr += head // GROUP * query_h + d
-    key_ptr += head // GROUP * key_h + d
-    value_ptr += head * value_h + n
-    state_ptr += (request * HEADS + head) * DK * DV + d[:, None] * DV + n[None, :]
+    state_ptr += row * DK * DV + d[:, None] * DV + n[None, :]
     in_state = in_key[:, None] & in_value[None, :]
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if not FRESH:
+        # Before it is known whether there is a token: both loads are under way at once.
         state = tl.load(state_ptr, mask=in_state, other=0.0)
+    if begin >= end:
+        return
+    query_ptr += head // GROUP * query_h + d
+    key_ptr += head // GROUP * key_h + d
+    value_ptr += head * value_h + n
     for token in range(begin, end):
         t = tl.cast(token, tl.int64)
         q, k = floats(query_ptr + t * query_t, in_key), floats(key_ptr + t * key_t, in_key)

@@ -70,14 +70,23 @@ def in_turn(
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
 ):
-    """Grid: (requests, heads, cdiv(DV, BLOCK_V)). One token after the other."""
-    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    """Grid: requests * heads * cdiv(DV, BLOCK_V). One token after the other."""
+    tiles: constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    # Programs that run at once read memory that lies together.
+    row, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    request, head = row // HEADS, row % HEADS
     begin = tl.load(starts_ptr + request * starts_b)
     end = tl.load(starts_ptr + (request + 1) * starts_b)
+    k, n = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_key, in_value = k < DK, n < DV
+    state_ptr += row * DK * DV + n[:, None] * DK + k[None, :]
+    in_state = in_value[:, None] & in_key[None, :]
+    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    if not FRESH:
+        # Before it is known whether there is a token: both loads are under way at once.
+        state = tl.load(state_ptr, mask=in_state, other=0.0)
     if begin >= end:
         return
-    k, n = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_key, in_value = k < DK, n < DV
     x_ptr += head * x_h + n
     b_ptr += head // GROUP * b_h + k
     c_ptr += head // GROUP * c_h + k
@@ -86,11 +95,6 @@ def in_turn(
     a, skip = tl.load(a_ptr + head), 0.0
     if d_ptr is not None:
         skip = tl.load(d_ptr + head).to(tl.float32)
-    state_ptr += (request * HEADS + head) * DK * DV + n[:, None] * DK + k[None, :]
-    in_state = in_value[:, None] & in_key[None, :]
-    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
-    if not FRESH:
-        state = tl.load(state_ptr, mask=in_state, other=0.0)
     for token in range(begin, end):
         t = tl.cast(token, tl.int64)
         x = floats(x_ptr + t * x_t, in_value)

@@ -12,10 +12,13 @@ from attnops.kernels.shared.recurrent import goes_by_chunks, in_one_piece
 from attnops.kernels.shared.sizes import power
 from attnops.kernels.shared.tokens import clear
 from attnops.kernels.triton.device import scan as device
-from attnops.kernels.triton.launch.recurrent import CHUNK_VALUES, STEP_VALUES, columns, stages
+from attnops.kernels.triton.launch.recurrent import CHUNK_VALUES, columns, stages
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.scan import Mamba2Scan
+
+STEP_VALUES = 16
+"""Rows of the state that a program holds, token after token."""
 
 
 @in_one_piece
@@ -40,7 +43,7 @@ def mamba2_scan(call: Mamba2Scan) -> None:
         blocks["num_stages"] = stages(call.b, block)
     launch(
         device.by_chunks if chunks else device.in_turn,
-        (requests, heads, -(-dv // block)),
+        (requests, heads, -(-dv // block)) if chunks else (requests * heads * -(-dv // block),),
         {
             "HEADS": heads,
             "GROUP": heads // groups,
