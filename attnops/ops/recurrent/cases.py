@@ -120,6 +120,7 @@ SCANS: Rows = {
     "between_bfloat16": ((70, 3), 1, 2, 40, 72, BF16, STEPS),
     "wide_bfloat16": ((3, 130), 1, 2, 128, 64, BF16, STEPS),
     "widest_bfloat16": ((3, 70), 1, 2, 256, 48, BF16, STEPS),
+    "widest_few_bfloat16": ((70,), 1, 2, 144, 32, BF16, STEPS),
     "one_number": ((2, 1), 1, 1, 1, 1),
     "odd": ((5, 20), 3, 3, 20, 9, STEPS),
     "no_tokens": ((0, 0), *HEADS, {"padding": 0}),

@@ -41,7 +41,7 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
     if not call.output.numel() or not call.state.shape[0]:
         return
     sizes = _heads(call)
-    chunks = goes_by_chunks(call.query.dtype, sizes["DK"], sizes["DV"])
+    chunks = goes_by_chunks("gated_delta_rule", call.query.dtype, sizes["DK"], sizes["DV"])
     chunks = chunks and (call.max_seqlen_q > 1 or fixed)
     if chunks or fixed:
         call = changed(
@@ -79,6 +79,7 @@ def _in_turn(call: GatedDeltaRule, fixed: bool) -> None:
             **sizes,
             "NORMALIZE": call.normalize,
             "FRESH": call.fresh,
+            "ONE": call.max_seqlen_q == 1,
             "BLOCK_K": power(sizes["DK"]),
             "BLOCK_V": block,
         },
