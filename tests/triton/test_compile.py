@@ -191,11 +191,12 @@ def test_steps_of_a_rule(requests, columns):
     assert binary.asm["ptx"].count("ld.global.v4.b32") >= held
 
 
+@pytest.mark.parametrize("state", [128, 256])
 @pytest.mark.parametrize("tokens", [1, 300])
 @compiled
-def test_scan(tokens):
-    """Of a Granite 4."""
-    call = make_call("mamba2_scan", Source(), (tokens,), 1, 8, 128, 64, BF16, STEPS, padding=0)
+def test_scan(tokens, state):
+    """Of a Granite 4, and of a Falcon-H1."""
+    call = make_call("mamba2_scan", Source(), (tokens,), 1, 8, state, 64, BF16, STEPS, padding=0)
     [(kernel, given)] = launched(call, 90, "scan")
     binary = built(90, kernel, given, BF16, 64)
     assert ("wgmma" in binary.asm["ptx"]) == (tokens > 1)

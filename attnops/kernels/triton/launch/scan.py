@@ -38,9 +38,7 @@ def mamba2_scan(call: Mamba2Scan) -> None:
     requests = call.state.shape[0]
     if not call.output.numel() or not requests:
         return
-    chunks = goes_by_chunks("mamba2_scan", call.x.dtype, dk, dv)
-    chunks = chunks and (call.max_seqlen_q > 1 or fixed)
-    chunks = chunks and (dk <= MOST_ROWS or gpu_of(call.x).memory >= TWO_TILES)
+    chunks = _goes_by_chunks(call, fixed)
     if chunks or fixed:
         call = changed(call, x=steady(call.x), b=steady(call.b), c=steady(call.c))
     block, warps = min(STEP_VALUES, power(dv)), STEP_WARPS
@@ -83,6 +81,14 @@ def mamba2_scan(call: Mamba2Scan) -> None:
         ),
         warps,
     )
+
+
+def _goes_by_chunks(call: Mamba2Scan, fixed: bool) -> bool:
+    dv, dk = call.state.shape[2:]
+    if call.max_seqlen_q <= 1 and not fixed:
+        return False
+    fits = dk <= MOST_ROWS or gpu_of(call.x).memory >= TWO_TILES
+    return fits and goes_by_chunks("mamba2_scan", call.x.dtype, dk, dv)
 
 
 def _chunk_tile(call: Mamba2Scan, fixed: bool) -> tuple[int, int, int]:
