@@ -26,7 +26,7 @@ from .graph_tools import (
     source_of,
 )
 from .inductor import ENTER_AUTOCAST, enable_python_dispatcher
-from .matches import Match
+from .matches import BESIDE, Match
 
 ROWS = 64
 """Rows up to which the kernel `triton` of linears serves. Others serve more."""
@@ -79,8 +79,9 @@ def _decide(match: Match) -> Decision | str:
         width = fake_of(match.last).shape[-1]
         order = _order(match)
         rows = given["x"] = x.permute(order).reshape(-1, x.shape[-1])
-        if given["residual"] is not None:
-            given["residual"] = given["residual"].permute(order).reshape(-1, width)
+        for name in BESIDE:
+            if (beside := given.get(name)) is not None:
+                given[name] = beside.permute(order).reshape(-1, width)
         output = rows.new_empty((rows.shape[0], width))
         call = match.record(**match.arguments(**given), output=output, policy=policy)
         try:
@@ -137,7 +138,8 @@ def _replace(match: Match, policy: str) -> str:
     # memory again.
     like = {"dtype": value.dtype, "device": value.device}
     output = new.add(torch.empty, (size(x, 0), width), **like)
-    given = match.arguments(x=x, residual=rows(match.residual), output=output, policy=policy)
+    beside = {name: rows(match.inputs[name]) for name in BESIDE if name in match.inputs}
+    given = match.arguments(x=x, **beside, output=output, policy=policy)
     args, kwargs = split(match.record(**given))
     new.add(match.op.packet.default, *args, **kwargs)
     if value.dim() != 2:

@@ -16,6 +16,9 @@ from ..core.private_torch import FakeTensor
 from .graph_tools import arguments, facts_of, fake_of, is_parameter
 from .patterns import Norm, call_of, norm_of, pairs, uncast
 
+BESIDE = ("gate", "residual")
+"""The inputs that are rows of the result's width."""
+
 
 @dataclass(kw_only=True)
 class Match:

@@ -1,4 +1,5 @@
-"""Recognises an RMS norm in a traced graph that no linear takes in, with its residual."""
+"""Recognises an RMS norm in a traced graph that no linear takes in, with its gate and its
+residual."""
 
 from __future__ import annotations
 
@@ -9,8 +10,16 @@ import torch
 from torch import fx
 
 from ..ops.linear.norm import RMS_NORM, RmsNorm
-from .graph_tools import fake_of
-from .matches import GainedNorm, Match, against_inputs, gained_norm, readers, take_residual
+from .graph_tools import arguments, facts_of, fake_of
+from .matches import (
+    BESIDE,
+    GainedNorm,
+    Match,
+    against_inputs,
+    gained_norm,
+    readers,
+    take_residual,
+)
 from .patterns import call_of, pairs, uncast
 
 ENDS = ("mul", "rms_norm")
@@ -19,23 +28,30 @@ ENDS = ("mul", "rms_norm")
 
 @dataclass(kw_only=True)
 class NormMatch(Match):
-    """An RMS norm and the nodes around it. wide_gain: it is rounded after its gain alone."""
+    """An RMS norm and the nodes around it.
+
+    wide_gain: it is rounded after its gain alone.
+    gate: a tensor whose SiLU multiplies it.
+    """
 
     gain: fx.Node
     eps: float
     offset: float
     wide_gain: bool
+    gate: fx.Node | None = None
 
     op = RMS_NORM
     record = RmsNorm
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return ("norm", "residual") if self.residual else ("norm",)
+        beside = (name for name in BESIDE if self.inputs[name] is not None)
+        return "norm", *beside
 
     @property
     def inputs(self) -> dict[str, fx.Node | None]:
-        return {"x": self.x, "weight": self.gain, "residual": self.residual}
+        beside = {"gate": self.gate, "residual": self.residual}
+        return {"x": self.x, "weight": self.gain, **beside}
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -43,8 +59,8 @@ class NormMatch(Match):
 
 
 def match_norm(node: fx.Node) -> NormMatch | tuple[str, str] | None:
-    """The norm that ends here, with its residual; or its gain's name and the reason why it must be
-    left as it is. None: no norm ends here."""
+    """The norm that ends here, with its gate and its residual; or its gain's name and the reason
+    why it must be left as it is. None: no norm ends here."""
     if call_of(node)[0] not in ENDS or (found := gained_norm(node)) is None:
         return None
     norm, dtype = found.norm, fake_of(found.norm.x).dtype
@@ -70,11 +86,34 @@ def match_norm(node: fx.Node) -> NormMatch | tuple[str, str] | None:
     if why := against_inputs(alone, weight):
         return found.gain.name, why
     match = replace(alone, inner={*inner}, left=[])
+    _take_gate(match, norm.dtype)
     take_residual(match)
     if why := against_inputs(match, weight):
-        alone.left.append(f"residual: {why}")
+        alone.left.append(f"{' and '.join(match.parts[1:])}: {why}")
         return alone
     return match
+
+
+def _take_gate(match: NormMatch, wide: torch.dtype) -> None:
+    """Take in a product of the value with the SiLU of a tensor like it. wide: the dtype in which
+    the model must compute both."""
+    value = match.last
+    users = list(value.users)
+    silus = {act for user in users for one, act in pairs(user, "mul") if one is value}
+    if len(users) != 1 or len(silus) != 1 or call_of(act := silus.pop())[0] != "silu":
+        return
+    source, inplace = arguments(act, "input", "inplace")
+    gate, last = uncast(source), _rounded(users[0], fake_of(value).dtype)
+    if inplace or len(act.users) != 1:
+        match.left.append(f"gate: {act.name} is written or read beside it")
+    elif {fake_of(act).dtype, fake_of(users[0]).dtype} != {wide}:
+        match.left.append(f"gate: it is not computed in {wide}")
+    elif any(facts_of(fake_of(x))[0] != facts_of(fake_of(value))[0] for x in (gate, last)):
+        match.left.append("gate: of another shape or dtype")
+    else:
+        match.gate, match.last = gate, last
+        match.inner |= {act, users[0], last}
+        match.inner |= {source} if source is not gate and len(source.users) == 1 else set()
 
 
 def _before_gain(node: fx.Node, found: GainedNorm) -> torch.dtype:

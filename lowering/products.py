@@ -31,8 +31,8 @@ class Product:
 class NormCall(Product):
     """An RMS norm of a graph that no linear takes in, and what became of it.
 
-    The fields are those of a Product, of its gain. parts: "norm", and "residual"; empty where the
-    norm was not looked at.
+    The fields are those of a Product, of its gain. parts: "norm", "gate" and "residual"; empty
+    where the norm was not looked at.
     """
 
 

@@ -1,5 +1,5 @@
-"""A norm that no linear takes in becomes one call with its residual, and gives the model's own
-bits; anything else is left, with a reason."""
+"""A norm that no linear takes in becomes one call with its gate and its residual, and gives the
+model's own bits; anything else is left, with a reason."""
 
 from contextlib import nullcontext
 from importlib import import_module
@@ -113,6 +113,44 @@ def test_roundings_are_those_of_the_model(norm, dtype):
         assert backend.calls_of_it == 1 and not backend.norms[0].refusal
 
 
+def gated(m, x, r, gate_dtype=F32):
+    """As Qwen3-Next gates what a layer has read from its state."""
+    return (llama(m, x) * nn.functional.silu(r.to(gate_dtype))).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_gates(dtype):
+    for body, parts in (
+        (gated, "norm + gate"),
+        (lambda m, x, r: gated(m, x, r) + r, "norm + gate + residual"),
+    ):
+        backend = used(Layer(body, dtype), dtype)
+        assert backend.parts == [parts] and backend.calls_of_it == 1
+        assert not backend.norms[0].refusal
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_next", "Qwen3Next"), ("qwen3_5", "Qwen3_5"), ("olmo_hybrid", "OlmoHybrid")],
+)
+def test_gated_norms_of_transformers(family, name):
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    layer = getattr(module, f"{name}RMSNormGated")(K).to(BF16)
+    backend = used(layer, BF16)
+    assert backend.parts == ["norm + gate"] and backend.calls_of_it == 1
+
+
+def test_gates_of_heads():
+    """The gate is a part of a wider product."""
+
+    def heads(m, x, r):
+        gate = r[..., K : 3 * K].unflatten(-1, (2, K)).reshape(-1, K)
+        return gated(m, x[..., : 2 * K].reshape(-1, K), gate).reshape(2, 3, -1)
+
+    backend = used(Layer(heads, BF16), BF16, (2, 3, 4 * K))
+    assert backend.parts == ["norm + gate"] and backend.calls_of_it == 1
+
+
 def of_torch():
     x, gain = torch.randn(64, K).to(BF16), torch.randn(K).to(BF16)
     wide = gain * (x.float() * root(x.float()))
@@ -192,6 +230,18 @@ def offset_is_wide_alone(m, x, r):
     return ((1.0 + m.gain.to(F32)) * llama_scaled(x)).to(x.dtype)
 
 
+def gate_is_read(m, x, r):
+    act = nn.functional.silu(r)
+    return llama(m, x) * act, act
+
+
+def gate_is_late(m, x, r):
+    y = llama(m, x)
+    act = nn.functional.silu(r)
+    r.add_(1)
+    return y * act
+
+
 def gain_is_no_parameter(m, x, r):
     return (m.gain * 2) * (x * root(x))
 
@@ -218,6 +268,29 @@ LEFT = {
     "stays wide": (stays_wide, BF16, [""], f"its result is {F32}, its input {BF16}", 0),
     "written between": (written_between, F32, [""], "writes one of its inputs in between", 0),
     "residual behind a write": (residual_is_late, F32, ["norm"], "residual: add_ writes", 1),
+    "gate is read": (gate_is_read, F32, ["norm"], "gate: act is written or read beside it", 1),
+    "gate behind a write": (gate_is_late, F32, ["norm"], "gate: add_ writes", 1),
+    "gate of few bits": (
+        lambda m, x, r: gated(m, x, r, BF16),
+        BF16,
+        ["norm"],
+        f"gate: it is not computed in {F32}",
+        1,
+    ),
+    "gate of a row": (
+        lambda m, x, r: gated(m, x, r[:1]),
+        F32,
+        ["norm"],
+        "gate: of another shape or dtype",
+        1,
+    ),
+    "wide gate": (
+        lambda m, x, r: llama(m, x) * nn.functional.silu(r.to(F32)),
+        BF16,
+        ["norm"],
+        "gate: of another shape or dtype",
+        1,
+    ),
     "offset": (offset_is_wide_alone, BF16, [""], f"rounded to {BF16} before its gain", 0),
     "gain": (gain_is_no_parameter, F32, [], "", 0),
     "broadcast": (

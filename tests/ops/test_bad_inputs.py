@@ -84,7 +84,7 @@ def refuses(bad: Bad, public: bool = True, others: Mapping[str, Any] | None = No
 # What records say ---------------------------------------------------------------------------------
 
 DTYPES = (torch.bool, U8, INT8, I32, I64, E4M3, E5M2, F16, BF16, F32, F64, torch.complex64)
-ANY_DIMS = ("x", "residual", "output")
+ANY_DIMS = ("x", "gate", "residual", "output")
 OWN_DIMS = {("attention", "mask"), *product(("linear", "rms_norm"), ANY_DIMS)}
 OWN_DIMS |= {("experts", "gate_up"), ("mxfp4_experts", "gate_up"), ("mxfp4_experts", "down")}
 """Tensors of which public functions take other numbers of dims, or name the dims in other words."""

@@ -177,11 +177,26 @@ def test_merge():
             built(90, kernel, given, dtype)
 
 
+@pytest.mark.parametrize(("requests", "columns"), [(1, 32), (17, 64)])
+@compiled
+def test_steps_of_a_rule(requests, columns):
+    """Of a Qwen3-Next. Wide programs serve as many requests as keep them busy, and each thread
+    reads 16 bytes at once."""
+    sizes = (1,) * requests, 16, 32, 128, 128
+    call = make_call("gated_delta_rule", Source(), *sizes, BF16, normalize=True, padding=0)
+    [(kernel, given)] = launched(call, 90, "recurrent")
+    assert given["BLOCK_V"] == columns
+    binary = built(90, kernel, given, BF16)
+    held = 128 * columns // (32 * given["num_warps"] * 4)
+    assert binary.asm["ptx"].count("ld.global.v4.b32") >= held
+
+
+@pytest.mark.parametrize("state", [128, 256])
 @pytest.mark.parametrize("tokens", [1, 300])
 @compiled
-def test_scan(tokens):
-    """Of a Granite 4."""
-    call = make_call("mamba2_scan", Source(), (tokens,), 1, 8, 128, 64, BF16, STEPS, padding=0)
+def test_scan(tokens, state):
+    """Of a Granite 4, and of a Falcon-H1."""
+    call = make_call("mamba2_scan", Source(), (tokens,), 1, 8, state, 64, BF16, STEPS, padding=0)
     [(kernel, given)] = launched(call, 90, "scan")
     binary = built(90, kernel, given, BF16, 64)
     assert ("wgmma" in binary.asm["ptx"]) == (tokens > 1)

@@ -160,7 +160,9 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
 def by_chunks(call: GatedDeltaRule) -> bool:
     """Do its tokens go by chunks?"""
     dk, dv = call.state.shape[2:]
-    return call.max_seqlen_q > FEW_TOKENS and goes_by_chunks(call.query.dtype, dk, dv)
+    return call.max_seqlen_q > FEW_TOKENS and goes_by_chunks(
+        "gated_delta_rule", call.query.dtype, dk, dv
+    )
 
 
 def _in_turn(call: GatedDeltaRule) -> None:
@@ -307,7 +309,7 @@ def _rule_us(p: Problem) -> float:
     if decodes(p):
         return 5.0 + rule_us(p)
     tokens = p.sizes.queries.hint
-    if tokens > FEW_TOKENS and goes_by_chunks(p.dtype, p.head_dim, p.v_head_dim):
+    if tokens > FEW_TOKENS and goes_by_chunks(p.op, p.dtype, p.head_dim, p.v_head_dim):
         return LAUNCHES_US + max(3.0 * rule_us(p), CHUNK_US * chunks_of(p))
     return 5.0 + rule_us(p) + TOKEN_US * tokens
 

@@ -6,7 +6,7 @@ from attnops.core.problem import Problem
 from attnops.measured.cost import multiply_us
 
 TAKES = frozenset({"bias", "norm_weight", "norm_eps", "norm_offset", "activation", "residual"})
-NORM_TAKES = frozenset({"offset", "wide_gain", "residual"})
+NORM_TAKES = frozenset({"offset", "wide_gain", "gate", "residual"})
 
 
 def product_us(p: Problem, rows: int) -> float:
@@ -19,5 +19,5 @@ def product_us(p: Problem, rows: int) -> float:
 def norm_us(p: Problem) -> float:
     """The rows of a norm alone, read and written once."""
     rows = max(p.sizes.tokens.hint, 1)
-    moved = p.dtype.itemsize * rows * p.in_features * (2 + ("residual" in p.asks))
+    moved = p.dtype.itemsize * rows * p.in_features * (2 + len(p.asks & {"gate", "residual"}))
     return multiply_us(p, moved, 0.0)

@@ -17,6 +17,10 @@ KEPT_OF_RULES = frozenset({"kept_key", "kept_value", "kept_decay", "kept_beta", 
 KEPT_OF_SCANS = frozenset({"kept_x", "kept_dt", "kept_b", "accepted"})
 KEPT_OF_CONVS = frozenset({"kept_x", "accepted"})
 """Arguments of tokens that may be taken back."""
+MOST_ROWS = 128
+"""Rows of a tile of the state, of which there is one for each number of a key."""
+TILES = {"gated_delta_rule": 1, "mamba2_scan": 2}
+"""Tiles that a program holds at most, by chunks."""
 CHUNK = 64
 """Tokens that are worked out by matrix products, before the state goes on."""
 
@@ -42,11 +46,11 @@ def conv_us(p: Problem) -> float:
     return multiply_us(p, 2.0 * tokens * p.in_features * p.dtype.itemsize, 0.0)
 
 
-def goes_by_chunks(dtype: torch.dtype, head_dim: int, v_head_dim: int) -> bool:
+def goes_by_chunks(op: str, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> bool:
     """Have chunks of tokens a kernel? Float32 has no matrix units. With heads of other sizes code
     of Triton 3.6 gave wrong numbers on an H200, or read past the end of memory."""
     whole = head_dim % 16 == 0 and v_head_dim % 16 == 0
-    return dtype != torch.float32 and whole and head_dim <= 128
+    return dtype != torch.float32 and whole and head_dim <= TILES[op] * MOST_ROWS
 
 
 def in_one_piece(run: Callable[[Any], None]) -> Callable[[Any], None]:

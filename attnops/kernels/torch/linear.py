@@ -3,7 +3,7 @@ that the compiler fuses all but the product.
 
 Every step is rounded where transformers rounds it: the norm is float32 and becomes the input's
 dtype before its gain, or after it where the gain has an offset (Gemma) or is wide (OLMo 2);
-product, activation and residual are in the input's dtype.
+its gate is float32, too; product, activation and residual are in the input's dtype.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def linear(call: Linear) -> None:
 def rms_norm(call: RmsNorm) -> None:
     """The torch ops of transformers."""
     y = _normed(call.x, call.weight, call.eps, call.offset, call.wide_gain)
+    if call.gate is not None:
+        y = (y * F.silu(call.gate.to(torch.promote_types(y.dtype, torch.float32)))).to(y.dtype)
     call.output.copy_(y if call.residual is None else call.residual + y)
 
 
@@ -77,7 +79,8 @@ _by_token = by_token(formulas.linear)
 
 def norm_cost_us(p: Problem) -> float:
     """A launch for each torch op, or for all where a compiler fuses them. Not measured."""
-    launches = 1 if p.step.compiled else 6 + len(p.asks & {"offset", "residual"})
+    parts = len(p.asks & {"offset", "residual"}) + 4 * ("gate" in p.asks)
+    launches = 1 if p.step.compiled else 6 + parts
     return launches * (2.5 + norm_us(p))
 
 

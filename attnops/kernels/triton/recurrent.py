@@ -32,7 +32,7 @@ def _rule_us(p: Problem) -> float:
         return 4.0 + rule_us(p)
     if "accepted" in p.asks:
         return 4.0 + rule_us(p) + KEPT_US * 2 * p.sizes.queries.hint
-    if goes_by_chunks(p.dtype, p.head_dim, p.v_head_dim):
+    if goes_by_chunks(p.op, p.dtype, p.head_dim, p.v_head_dim):
         return 12.0 + max(2.0 * rule_us(p), CHUNK_US * chunks_of(p))
     return 4.0 + rule_us(p) + TOKEN_US * p.sizes.queries.hint
 

@@ -19,6 +19,10 @@ because a conversion to the dtype may cut off,
 
     delta(n) = (2 v + v^2 + a (sqrt(In) + 8)) |n| + 2 s (|g| + 1)
     delta(output) = delta(n) + v (|output| + delta(n)) + 2 s
+
+and with a gate, whose SiLU is h, delta(n) is before
+
+    delta(n h) = |h| (delta(n) + (v + 8 a) (|n| + delta(n))) + 2 s
 """
 
 from __future__ import annotations
@@ -57,6 +61,9 @@ def _rms_norm(call: Any, expected: Results) -> Allowed:
     gain = call.weight.double() + call.offset
     n = (x * _factor(x, gain, call.eps)).abs()
     off = (2 * v + v * v + a * (sqrt(width) + 8)) * n + s * (gain.abs() + 1)
+    if call.gate is not None:
+        size = torch.nn.functional.silu(call.gate.double()).abs()
+        off = size * (off + (v + 8 * a) * (n + off)) + s
     if call.residual is not None:
         off = off + v * (expected["output"].abs() + off) + s
     return {"output": off}

@@ -59,7 +59,7 @@ def _layer(scene: Scene, outs: int, norm: float | None = None) -> Given:
     return {"x": x, "norm_weight": gain, "norm_eps": 1e-5} | ({"norm_offset": norm} if norm else {})
 
 
-OFFSET, WIDE = {"offset": 1.0}, {"wide_gain": True}
+OFFSET, WIDE, GATE = {"offset": 1.0}, {"wide_gain": True}, {"gate": True}
 FEW = (3, 48)
 NORMS: Rows = {
     **at(
@@ -83,6 +83,9 @@ NORMS: Rows = {
     },
     "bfloat16_wide_gain": (5, 2050, BF16, WIDE | RES),
     "bfloat16_of_a_head": (24, 128, BF16),
+    "gate": (5, 40, GATE),
+    "bfloat16_gate": (24, 128, BF16, GATE),
+    "bfloat16_gate_wide_residual": (5, 300, BF16, GATE | WIDE | RES),
     "float16": (5, 300, F16, RES),
     "float16_offset": (5, 2050, F16, OFFSET),
     "float32_wide": (2, 4100, RES),

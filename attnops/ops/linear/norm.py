@@ -1,4 +1,5 @@
-"""An RMS norm whose result no linear takes in, and the residual after it, as one op."""
+"""An RMS norm whose result no linear takes in, with its gate and the residual after it, as one
+op."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def _facts(call: Any, sizes: Sizes) -> dict[str, Any]:
 
 @record("rms_norm", least={"In": ">= 1 column"}, rules=_rules, facts=_facts)
 class RmsNorm(Call):
-    """An RMS norm with its residual."""
+    """An RMS norm with its gate and its residual."""
 
     x: Tensor = arg("T, In", FLOATS, unit_stride=True)
     weight: Tensor = arg("In", "x")
@@ -34,6 +35,7 @@ class RmsNorm(Call):
     _: KW_ONLY
     offset: float = 0.0
     wide_gain: bool = False
+    gate: Tensor | None = arg("T, In", "x", default=None)
     residual: Tensor | None = arg("T, In", "x", default=None)
     output: Tensor = arg("T, In", "x", written=True)
 
@@ -42,7 +44,7 @@ RMS_NORM = define(
     Op(
         RmsNorm,
         reference,
-        about="RMS norm that feeds no linear, with the residual after it",
+        about="RMS norm that feeds no linear, with its gate and the residual after it",
         typical=(
             {
                 **typical.BF16,
@@ -62,17 +64,18 @@ def rms_norm(
     *,
     offset: float = 0.0,
     wide_gain: bool = False,
+    gate: Tensor | None = None,
     residual: Tensor | None = None,
     output: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """The RMS norm of each row, plus a residual if one is given. No gradient.
+    """The RMS norm of each row, times a gate and plus a residual if they are given. No gradient.
 
-    The result is `residual + x * rsqrt(mean(x**2) + eps) * (offset + weight)`,
+    The result is `residual + x * rsqrt(mean(x**2) + eps) * (offset + weight) * silu(gate)`,
     https://arxiv.org/abs/1910.07467, computed in float32, or in float64 of float64, and rounded to
     the dtype of `x` where transformers rounds it: before the gain and after it (Llama, GLM-4), or
     after it alone with `wide_gain` or an offset (Gemma, OLMo 2, gpt-oss), and once more after the
-    residual.
+    gate (Qwen3-Next) and after the residual.
 
     Args:
         x: `[..., In]`, float.
@@ -80,6 +83,7 @@ def rms_norm(
         eps: above 0.
         offset: what is added to the gain; 1 for the norms of Gemma.
         wide_gain: the gain multiplies in float32.
+        gate: of the shape of `x`; its SiLU multiplies the result.
         residual: of the shape of `x`; added to the result.
         output: of the shape of `x`, to write into; allocated when None. It shares no memory with
             the other tensors.
@@ -107,6 +111,7 @@ def rms_norm(
             eps,
             offset=offset,
             wide_gain=wide_gain,
+            gate=rows_of("gate", gate, x),
             residual=rows_of("residual", residual, x),
             policy=key_for("rms_norm", kernel),
             output=given,

@@ -48,6 +48,8 @@ def linear(call: Linear) -> None:
 def rms_norm(call: RmsNorm) -> None:
     """The reference of `attnops.ops.rms_norm`."""
     y = _normed(wide(call.x), call.weight, call.eps, call.offset)
+    if call.gate is not None:
+        y = y * F.silu(call.gate.to(y.dtype))
     call.output.copy_(y if call.residual is None else y + call.residual)
 
 

@@ -9,6 +9,8 @@ import torch
 from attnops.ops.case_data import BF16, F16, F32, F64, Given, Grid, Rows, Scene, at
 
 RAGGED, ONES = (3, 1, 0, 5), (1, 1, 1)
+MANY = (1, 0, *(1,) * 8)
+"""Requests of a step, of which one has no token."""
 HEADS, FULL = (2, 4, 16, 24), (1, 2, 32, 16)
 NORM, FRESH = {"normalize": True}, {"fresh": True}
 APART = {"apart": True}
@@ -45,6 +47,7 @@ RULES: Rows = {
     "step": (ONES, *HEADS, NORM),
     "step_bfloat16": (ONES, *HEADS, BF16, NORM),
     "step_float16": (ONES, *HEADS, F16, NORM),
+    "steps": (MANY, 1, 2, 128, 80, NORM),
     "apart": (RAGGED, *HEADS, APART),
     "apart_bfloat16": ((70, 3), 2, 4, 32, 16, BF16, NORM, APART),
     "one_request": ((66,), *FULL, NORM),
@@ -135,6 +138,7 @@ SCANS: Rows = {
     "step": (ONES, *HEADS, STEPS),
     "step_bfloat16": (ONES, *HEADS, BF16, STEPS),
     "step_float16": (ONES, *HEADS, F16, STEPS),
+    "steps": (MANY, 1, 2, 128, 40, STEPS),
     "fresh_step": (ONES, *HEADS, FRESH),
     "chunks": ((64, 2, 130), *FULL, STEPS),
     "chunks_bfloat16": ((64, 2, 130), *FULL, BF16, STEPS),
@@ -144,6 +148,8 @@ SCANS: Rows = {
     "long_steps": ((100,), *FULL, BF16, STEPS, {"longer": 20.0}),
     "between_bfloat16": ((70, 3), 1, 2, 40, 72, BF16, STEPS),
     "wide_bfloat16": ((3, 130), 1, 2, 128, 64, BF16, STEPS),
+    "widest_bfloat16": ((3, 70), 1, 2, 256, 48, BF16, STEPS),
+    "widest_few_bfloat16": ((70,), 1, 2, 144, 32, BF16, STEPS),
     "one_number": ((2, 1), 1, 1, 1, 1),
     "odd": ((5, 20), 3, 3, 20, 9, STEPS),
     "no_tokens": ((0, 0), *HEADS, {"padding": 0}),

@@ -256,11 +256,14 @@ def few_rows(
 def norm_rows(
     x_ptr,
     gain_ptr,
+    gate_ptr,
     res_ptr,
     out_ptr,
     eps,
     offset,
     x_t,
+    gate_t,
+    gate_n,
     res_t,
     res_n,
     out_t,
@@ -270,8 +273,8 @@ def norm_rows(
     WIDE: constexpr,
     OVERLAP: constexpr,
 ):
-    """Grid: rows. The RMS norm of a row, and the residual, rounded where transformers rounds them:
-    the norm before its gain and after it, or after it alone (WIDE)."""
+    """Grid: rows. The RMS norm of a row, its gate and the residual, rounded where transformers
+    rounds them: the norm before its gain and after it, or after it alone (WIDE)."""
     await_previous(OVERLAP)
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, column = k < IN, k.to(tl.int64)
@@ -279,6 +282,8 @@ def norm_rows(
     x = floats(x_ptr + row * x_t + k, inside)
     # Ahead of the sum, so that the end of a program does not wait for them.
     gain = floats(gain_ptr + k, inside)
+    if gate_ptr is not None:
+        gate = floats(gate_ptr + row * gate_t + column * gate_n, inside)
     if res_ptr is not None:
         residual = floats(res_ptr + row * res_t + column * res_n, inside)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / IN + eps)
@@ -286,6 +291,8 @@ def norm_rows(
         y *= offset + gain
     else:
         y = y.to(dtype).to(tl.float32) * gain
+    if gate_ptr is not None:
+        y = y.to(dtype).to(tl.float32) * (gate * tl.sigmoid(gate))
     if res_ptr is not None:
         y = y.to(dtype).to(tl.float32) + residual
     tl.store(out_ptr + row * out_t + column * out_n, y, mask=inside)

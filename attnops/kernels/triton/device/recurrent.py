@@ -23,6 +23,18 @@ def to_one(x, AXIS: constexpr):
 
 
 @triton.jit
+def after_token(state, q, k, v, decay, beta, NORMALIZE: constexpr):
+    """(the state after a token, what its query reads of it)."""
+    if NORMALIZE:
+        q *= to_one(q, 0)
+        k *= to_one(k, 0)
+    state *= tl.exp(decay)
+    delta = (v - tl.sum(k[:, None] * state, 0)) * beta
+    state += k[:, None] * delta[None, :]
+    return state, tl.sum(q[:, None] * state, 0)
+
+
+@triton.jit
 def in_turn(
     query_ptr,
     key_ptr,
@@ -50,39 +62,59 @@ def in_turn(
     DV: constexpr,
     NORMALIZE: constexpr,
     FRESH: constexpr,
+    ONE: constexpr,
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
 ):
-    """Grid: (requests, heads, cdiv(DV, BLOCK_V)). One token after the other."""
-    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    """Grid: requests * heads * cdiv(DV, BLOCK_V). One token after the other. ONE: no request has
+    more than one."""
+    tiles: constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    # Programs that run at once read memory that lies together: parts of the same rows.
+    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    request, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
     begin = tl.load(starts_ptr + request * starts_b)
     end = tl.load(starts_ptr + (request + 1) * starts_b)
-    if begin >= end:
-        return
-    d, n = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    d, n = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
     in_key, in_value = d < DK, n < DV
-    query_ptr += head // GROUP * query_h + d
-    key_ptr += head // GROUP * key_h + d
-    value_ptr += head * value_h + n
     state_ptr += (request * HEADS + head) * DK * DV + d[:, None] * DV + n[None, :]
     in_state = in_key[:, None] & in_value[None, :]
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if not FRESH:
+        # Before it is known whether there is a token: both loads are under way at once.
         state = tl.load(state_ptr, mask=in_state, other=0.0)
-    for token in range(begin, end):
-        t = tl.cast(token, tl.int64)
-        q, k = floats(query_ptr + t * query_t, in_key), floats(key_ptr + t * key_t, in_key)
-        v = floats(value_ptr + t * value_t, in_value)
-        decay = tl.load(decay_ptr + t * decay_t + head * decay_h)
-        beta = tl.load(beta_ptr + t * beta_t + head * beta_h).to(tl.float32)
-        if NORMALIZE:
-            q *= to_one(q, 0)
-            k *= to_one(k, 0)
-        state *= tl.exp(decay)
-        delta = (v - tl.sum(k[:, None] * state, 0)) * beta
-        state += k[:, None] * delta[None, :]
-        out = tl.sum(q[:, None] * state, 0) * scale
-        tl.store(output_ptr + (t * HEADS + head) * DV + n, out, mask=in_value)
+    if begin >= end:
+        return
+    query_ptr += head // GROUP * query_h + d
+    key_ptr += head // GROUP * key_h + d
+    value_ptr += head * value_h + n
+    decay_ptr += head * decay_h
+    beta_ptr += head * beta_h
+    output_ptr += head * DV + n
+    # A loop makes a step of one token wait for all of the state before it reads the token.
+    t = begin.to(tl.int64)
+    state, out = after_token(
+        state,
+        floats(query_ptr + t * query_t, in_key),
+        floats(key_ptr + t * key_t, in_key),
+        floats(value_ptr + t * value_t, in_value),
+        tl.load(decay_ptr + t * decay_t),
+        tl.load(beta_ptr + t * beta_t).to(tl.float32),
+        NORMALIZE,
+    )
+    tl.store(output_ptr + t * HEADS * DV, out * scale, mask=in_value)
+    if not ONE:
+        for token in range(begin + 1, end):
+            t = tl.cast(token, tl.int64)
+            state, out = after_token(
+                state,
+                floats(query_ptr + t * query_t, in_key),
+                floats(key_ptr + t * key_t, in_key),
+                floats(value_ptr + t * value_t, in_value),
+                tl.load(decay_ptr + t * decay_t),
+                tl.load(beta_ptr + t * beta_t).to(tl.float32),
+                NORMALIZE,
+            )
+            tl.store(output_ptr + t * HEADS * DV, out * scale, mask=in_value)
     tl.store(state_ptr, state, mask=in_state)
 
 

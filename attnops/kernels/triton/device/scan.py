@@ -70,14 +70,23 @@ def in_turn(
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
 ):
-    """Grid: (requests, heads, cdiv(DV, BLOCK_V)). One token after the other."""
-    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    """Grid: requests * heads * cdiv(DV, BLOCK_V). One token after the other."""
+    tiles: constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    # Programs that run at once read memory that lies together.
+    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    request, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
     begin = tl.load(starts_ptr + request * starts_b)
     end = tl.load(starts_ptr + (request + 1) * starts_b)
+    k, n = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_key, in_value = k < DK, n < DV
+    state_ptr += (request * HEADS + head) * DK * DV + n[:, None] * DK + k[None, :]
+    in_state = in_value[:, None] & in_key[None, :]
+    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    if not FRESH:
+        # Before it is known whether there is a token: both loads are under way at once.
+        state = tl.load(state_ptr, mask=in_state, other=0.0)
     if begin >= end:
         return
-    k, n = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_key, in_value = k < DK, n < DV
     x_ptr += head * x_h + n
     b_ptr += head // GROUP * b_h + k
     c_ptr += head // GROUP * c_h + k
@@ -86,11 +95,6 @@ def in_turn(
     a, skip = tl.load(a_ptr + head), 0.0
     if d_ptr is not None:
         skip = tl.load(d_ptr + head).to(tl.float32)
-    state_ptr += (request * HEADS + head) * DK * DV + n[:, None] * DK + k[None, :]
-    in_state = in_value[:, None] & in_key[None, :]
-    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
-    if not FRESH:
-        state = tl.load(state_ptr, mask=in_state, other=0.0)
     for token in range(begin, end):
         t = tl.cast(token, tl.int64)
         x = floats(x_ptr + t * x_t, in_value)
@@ -137,7 +141,9 @@ def by_chunks(
     COMPUTE: constexpr,
 ):
     """Grid: (requests, heads, cdiv(DV, BLOCK_V)). The tokens of a chunk see each other by a product
-    of c and b, and those before it by the state, which is `[DK, DV]` here."""
+    of c and b, and those before it by the state, which is `[DK, DV]` here. Where DK is more than
+    BLOCK_K, a second tile has the rest of its rows."""
+    MORE: constexpr = DK > BLOCK_K
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     begin = tl.load(starts_ptr + request * starts_b)
     end = tl.load(starts_ptr + (request + 1) * starts_b)
@@ -155,9 +161,13 @@ def by_chunks(
         skip = tl.load(d_ptr + head).to(tl.float32)
     state_ptr += (request * HEADS + head) * DK * DV + n[None, :] * DK + k[:, None]
     in_state = (k < DK)[:, None] & (n < DV)[None, :]
+    in_more = (k < DK - BLOCK_K)[:, None] & (n < DV)[None, :]
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    more = state
     if not FRESH:
         state = tl.load(state_ptr, mask=in_state, other=0.0)
+        if MORE:
+            more = tl.load(state_ptr + BLOCK_K, mask=in_more, other=0.0)
     up_to = i[:, None] >= i[None, :]
     for first in range(begin, end, CHUNK):
         t = tl.cast(first, tl.int64) + i
@@ -170,8 +180,17 @@ def by_chunks(
         dt = tl.where(here, steps(dt, bias_ptr, shortest, longest, SOFTPLUS), 0.0)
         passed, whole = tl.cumsum(dt * a, 0), tl.sum(dt * a, 0)
         between = tl.exp(tl.where(up_to, passed[:, None] - passed[None, :], float("-inf")))
-        weights = tl.dot(c, tl.trans(b), input_precision="ieee") * between
-        out = tl.dot(c, state.to(COMPUTE), input_precision="ieee") * tl.exp(passed)[:, None]
+        weights = tl.dot(c, tl.trans(b), input_precision="ieee")
+        out = tl.dot(c, state.to(COMPUTE), input_precision="ieee")
+        if MORE:
+            in_key = here[:, None] & (k < DK - BLOCK_K)[None, :]
+            at = t[:, None] * b_t + BLOCK_K
+            more_b = tl.load(b_ptr + at, mask=in_key, other=0.0).to(COMPUTE)
+            at = t[:, None] * c_t + BLOCK_K
+            more_c = tl.load(c_ptr + at, mask=in_key, other=0.0).to(COMPUTE)
+            weights = tl.dot(more_c, tl.trans(more_b), weights, input_precision="ieee")
+            out = tl.dot(more_c, more.to(COMPUTE), out, input_precision="ieee")
+        weights, out = weights * between, out * tl.exp(passed)[:, None]
         values = x * dt[:, None]
         out = tl.dot(weights.to(COMPUTE), values.to(COMPUTE), out, input_precision="ieee")
         at = (t[:, None] * HEADS + head) * DV + n[None, :]
@@ -179,4 +198,9 @@ def by_chunks(
         stays = (values * tl.exp(whole - passed)[:, None]).to(COMPUTE)
         left = state * tl.exp(whole)
         state = tl.dot(tl.trans(b), stays, left, input_precision="ieee")
+        if MORE:
+            left = more * tl.exp(whole)
+            more = tl.dot(tl.trans(more_b), stays, left, input_precision="ieee")
     tl.store(state_ptr, state, mask=in_state)
+    if MORE:
+        tl.store(state_ptr + BLOCK_K, more, mask=in_more)

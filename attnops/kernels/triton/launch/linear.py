@@ -141,7 +141,7 @@ def rms_norm(call: RmsNorm) -> None:
         return
     x = steady(call.x) if deterministic(call.policy) else call.x
     wide = call.wide_gain or call.offset != 0
-    _norm(x, call.weight, call.residual, call.output, call.eps, call.offset, wide)
+    _norm(x, call.weight, call.residual, call.output, call.eps, call.offset, wide, call.gate)
 
 
 def _norm(
@@ -152,10 +152,11 @@ def _norm(
     eps: float,
     offset: float,
     wide: bool,
+    gate: Tensor | None = None,
 ) -> None:
     """Write the norms of the rows. wide: they are rounded after the gain alone."""
     rows, width = x.shape
-    res_strides = (0, 0) if residual is None else residual.stride()
+    gate_strides, res_strides = ((0, 0) if y is None else y.stride() for y in (gate, residual))
     warps = 1 if width <= NARROW else 4 if width < WIDE else 8
     launch(
         device.norm_rows,
@@ -169,11 +170,13 @@ def _norm(
         (
             x,
             flat(gain),
+            gate,
             residual,
             output,
             eps,
             offset,
             x.stride(0),
+            *gate_strides,
             *res_strides,
             *output.stride(),
         ),

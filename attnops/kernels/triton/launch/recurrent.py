@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from attnops.ops.recurrent.conv import CausalConv1d
     from attnops.ops.recurrent.record import GatedDeltaRule
 
-STEP_VALUES, CHUNK_VALUES = 16, 32
-"""Columns of the state that a program holds, token after token and by chunks."""
+WIDE_STEP, NARROW_STEP, STEP_HELD = 8192, 4096, 64
+"""Numbers of the state that a program holds token after token, and those of a thread."""
+STEP_PROGRAMS = 8
+"""Wide programs a multiprocessor must have."""
+CHUNK_VALUES = 32
+"""Columns of the state that a program holds by chunks."""
 OTHER_BYTES = 16 * 1024
 """Shared memory of a program that carries a state, beside what it loads."""
 CONV_TOKENS, CONV_CHANNELS = 16, 64
@@ -41,7 +45,7 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
     if not call.output.numel() or not call.state.shape[0]:
         return
     sizes = _heads(call)
-    chunks = goes_by_chunks(call.query.dtype, sizes["DK"], sizes["DV"])
+    chunks = goes_by_chunks("gated_delta_rule", call.query.dtype, sizes["DK"], sizes["DV"])
     chunks = chunks and (call.max_seqlen_q > 1 or fixed)
     if chunks or fixed:
         call = changed(
@@ -50,7 +54,7 @@ def gated_delta_rule(call: GatedDeltaRule) -> None:
     if chunks:
         _by_chunks(call)
     else:
-        _in_turn(call)
+        _in_turn(call, fixed)
 
 
 def _heads(call: GatedDeltaRule) -> dict[str, Any]:
@@ -58,16 +62,28 @@ def _heads(call: GatedDeltaRule) -> dict[str, Any]:
     return {"HEADS": heads, "GROUP": heads // groups, "DK": dk, "DV": dv}
 
 
-def _in_turn(call: GatedDeltaRule) -> None:
+def step_tile(state: Tensor, keys: int, values: int, fixed: bool) -> tuple[int, int]:
+    """(values, warps) of a program that goes on token after token. A wide tile reads more of each
+    row of memory. fixed: it does not follow from the requests."""
+    rows, numbers = state.shape[0] * state.shape[1], NARROW_STEP
+    wide = -(-values // max(WIDE_STEP // power(keys), 1))
+    if not fixed and rows * wide >= STEP_PROGRAMS * gpu_of(state).multiprocessors:
+        numbers = WIDE_STEP
+    block = min(max(numbers // power(keys), 1), power(values))
+    return block, max(block * power(keys) // (32 * STEP_HELD), 1)
+
+
+def _in_turn(call: GatedDeltaRule, fixed: bool) -> None:
     sizes = _heads(call)
-    block = min(STEP_VALUES, power(sizes["DV"]))
+    block, warps = step_tile(call.state, sizes["DK"], sizes["DV"], fixed)
     launch(
         device.in_turn,
-        (call.state.shape[0], sizes["HEADS"], -(-sizes["DV"] // block)),
+        (call.state.shape[0] * sizes["HEADS"] * -(-sizes["DV"] // block),),
         {
             **sizes,
             "NORMALIZE": call.normalize,
             "FRESH": call.fresh,
+            "ONE": call.max_seqlen_q == 1,
             "BLOCK_K": power(sizes["DK"]),
             "BLOCK_V": block,
         },
@@ -88,6 +104,7 @@ def _in_turn(call: GatedDeltaRule) -> None:
             *call.beta.stride(),
             call.cu_seqlens_q.stride(0),
         ),
+        warps,
     )
 
 
