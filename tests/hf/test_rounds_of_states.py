@@ -159,9 +159,11 @@ def test_an_error_half_way_of_a_step_that_verifies(monkeypatch):
         return own(*args, **kwargs)
 
     monkeypatch.setattr(convolutions, "causal_conv1d", second)
-    given = {"max_new_tokens": 6, **named(handle.new_cache(1, 64)), **GREEDY}
+    cache = handle.new_cache(1, 64)
+    given = {"max_new_tokens": 6, **named(cache), **GREEDY}
     with pytest.warns(NotFast), pytest.raises(KeyError, match="the op's own"):
         ours.generate(asked(1)["input_ids"], **given)
+    assert cache.state.verified is None
     with pytest.raises(InvalidInput, match="did not reach every layer"):
         ours.generate(torch.arange(1, 20)[None], **given)
 
