@@ -14,12 +14,13 @@ from attnops.hf.models.chosen import is_ours
 from attnops.hf.models.recurrent import BY_OP, conv_of, modules_with_states, ops_of
 from attnops.hf.models.states import Memory, StateSizes
 from attnops.ops.recurrent.conv import causal_conv1d
+from attnops.ops.recurrent.kept_reference import RULE_KEEPS, SCAN_KEEPS
 from attnops.ops.recurrent.record import gated_delta_rule
 from attnops.ops.recurrent.scan import mamba2_scan
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "gated_delta_rule": ("kept_key", "kept_value", "kept_decay", "kept_beta"),
-    "mamba2_scan": ("kept_x", "kept_dt", "kept_b"),
+    "gated_delta_rule": tuple(RULE_KEEPS.values()),
+    "mamba2_scan": tuple(SCAN_KEEPS.values()),
     "": (),
 }
 """What is kept of a token beside the input of its convolution, by op."""
