@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import attnops
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast
 from attnops.hf.cache.names import named
-from attnops.hf.models import convolutions
+from attnops.hf.models import convolutions, take_back
 from attnops.hf.steps import decode
 from tests.hf import hybrids
 from tests.hf.decoding import ENDS, auto
@@ -209,6 +209,21 @@ def test_autocast_of_the_call_or_of_the_states_alone(of_states):
     with torch.autocast("cpu", torch.bfloat16, enabled=not of_states):
         ours.generate(asked(1)["input_ids"], max_new_tokens=6, **named(cache), **GREEDY)
     assert "nothing was drafted: the states of the cache are" in handle.took.rounds
+
+
+def test_no_memory_for_what_is_kept(monkeypatch):
+    """The pages own their states as before."""
+    ours, handle = patched(hybrids.model("lfm2"), "lookup")
+    cache = handle.new_cache(1, 64)
+    pages = cache.state.pages
+
+    def none(*args):
+        raise torch.OutOfMemoryError("for a test")
+
+    monkeypatch.setattr(pages.states, "keep", none)
+    with pytest.raises(torch.OutOfMemoryError):
+        take_back.begin(ours, cache, 3, torch.tensor([5]))
+    assert {*map(id, pages.states.tensors)} <= {*map(id, pages.stream._tensors)}
 
 
 def test_a_tree_is_refused():

@@ -54,8 +54,9 @@ def begin(model: nn.Module, cache: Any, tokens: int, lengths: Tensor) -> bool:
         taken, sizes = modules_with_states(model), pages.sizes.states
         modules = [taken[number] for number in cache.states]
         memory = [_memory(*each, of) for each, of in zip(modules, sizes, strict=True)]
-        pages.stream.leave(*states.written)
+        before = states.written
         states.keep([NAMES[op] for _, op in modules], memory, slots)
+        pages.stream.leave(*before)
         pages.stream.own(*states.written)
         pages.use()
     states.begin(lengths)
