@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,12 +48,16 @@ def outputs_of(out: Any) -> Outputs:
     return Outputs(out.logits, hidden if isinstance(hidden, Tensor) else None)
 
 
-def reading(forward: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
+def reading(
+    forward: Callable[..., Any], modules: Sequence[nn.Module], turn: AbstractContextManager[Any]
+) -> Callable[..., Any]:
     """The forward of a model whose result has the outputs of these modules as `hidden_states`,
-    `[B, S, W]`, beside each other. Without modules it is `forward` itself."""
+    `[B, S, W]`, beside each other. Without modules it is `forward` itself.
+
+    turn: a thread's, to look at the model and to change its attributes.
+    """
     if not modules:
         return forward
-    turn = threading.RLock()  # two threads would put back each other's attributes
 
     def read(*args: Any, **kwargs: Any) -> Any:
         with turn, _heard(modules) as found:
