@@ -151,6 +151,7 @@ class Loop:
         kept = _is_kept(cache_in(given), asked)
         if plan is not None and (why := next(why_no_rounds(asked, decoder, plan, kept, read), "")):
             plan = None
+            read.clear()
             _note_rounds(f"nothing was drafted: {why}")
         choice = Choice(
             ids.device,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,19 +122,21 @@ class HeadDrafts:
         """Take the states `[B, N, W]` of a step that has verified, before `propose` or `wait`."""
         self._new[: hidden.shape[0] * hidden.shape[1]].copy_(hidden.flatten(0, 1))
 
-    def begin(self, read: Sequence[Read], ids: Tensor, shift: Tensor, stored: Tensor) -> None:
+    def begin(self, read: list[Read], ids: Tensor, shift: Tensor, stored: Tensor) -> None:
         """Read a prompt, and take the states of its last tokens.
 
-        read: all of it. ids: int64 `[B, L]`, the text. shift: int64 `[B]`, the column in `ids` of
-        each row's first token in the target's pages. stored: int64 `[B]`, tokens of each row there.
+        read: all of it; nothing is left there, because states of long prompts are large. ids: int64
+        `[B, L]`, the text. shift: int64 `[B]`, the column in `ids` of each row's first token in the
+        target's pages. stored: int64 `[B]`, tokens of each row there.
         """
         self.pages.use()
         self.base.copy_(read[0].before.clamp(min=0))
         self._shift.copy_(shift + self.base)
         # The pair of the last token has a token that is not chosen yet.
         self._held.copy_(stored - self.base - 1)
-        states = read[0].hidden.new_zeros(len(stored), read[0].hidden.shape[1])
-        for counts, before, hidden in read:
+        states = self._new.new_zeros(len(stored), self._new.shape[1])
+        while read:
+            counts, before, hidden = read.pop(0)
             total = hidden.shape[0]
             ends = hidden[(counts.cumsum(0) - 1).clamp(min=0)]
             states = torch.where((before + counts == stored)[:, None], ends, states)

@@ -170,9 +170,9 @@ class Round:
             assert self._device is not None
             self.paths.use(pages, self._device, self._clear, self._move)
 
-    def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: Sequence[Read]) -> None:
+    def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: list[Read]) -> None:
         """Take a prompt. padding, stored: int64 `[B]`, of each row in the pages. read: the hidden
-        states of the prompt, for a head."""
+        states of the prompt, which a head takes out."""
         self._stream.use()
         ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]
