@@ -110,6 +110,18 @@ def test_states_of_a_prompt_are_freed(monkeypatch):
     assert len(made) == 3 and len(kept) > 3 and not any(each is not None for each in kept)
 
 
+def test_autocast():
+    """A head computes in its own dtype."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, handle = patched(model, head_of(model))
+    plain, _ = patched(model, None)
+    given = {**asked(1), "max_new_tokens": 8}
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(ours.generate(**given), plain.generate(**given))
+        assert worth(handle) >= 1
+
+
 def test_no_other_thread_looks_at_layers_that_are_read(monkeypatch):
     """They have other forwards then."""
     model = tiny.model("llama", num_hidden_layers=4)

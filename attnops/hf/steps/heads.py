@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -145,8 +146,10 @@ class HeadDrafts:
             rows = token_rows(batch.cu_seqlens_q, total).clamp(max=ids.shape[0] - 1)
             at = batch.positions + 1 + self._shift[rows]
             tokens = ids[rows, at.clamp(0, ids.shape[1] - 1)]
+            given = self._given(tokens), hidden.to(states.dtype)
             # Not recorded, as steps are: prompts are of all lengths.
-            self.head(self._given(tokens), hidden, **self._where(batch, tokens.new_zeros(1)))
+            with self._uncast():
+                self.head(*given, **self._where(batch, tokens.new_zeros(1)))
         self.take(states[:, None])
 
     def wait(self, queries: int, counts: Tensor, stored: Tensor) -> None:
@@ -194,14 +197,20 @@ class HeadDrafts:
         can be recorded."""
         given, where = (self._given(tokens), hidden), self._where(batch, rows)
         out: tuple[Tensor, Tensor] | None = None
-        if self._kinds is not None:
-            self._kinds.begin()
-            try:
-                out = self._kinds(self.head, 1, given, where)
-            except NotRegional:
-                self._kinds = None
-        logits, state = out or self.head(*given, **where)
+        with self._uncast():
+            if self._kinds is not None:
+                self._kinds.begin()
+                try:
+                    out = self._kinds(self.head, 1, given, where)
+                except NotRegional:
+                    self._kinds = None
+            logits, state = out or self.head(*given, **where)
         return self.head.to_target(logits.argmax(-1)), state
+
+    def _uncast(self) -> AbstractContextManager[Any]:
+        """The head computes in its own dtype, which its pages have, whatever autocast is on around
+        the model."""
+        return torch.autocast(self._new.device.type, enabled=False)
 
     def _given(self, tokens: Tensor) -> Tensor:
         """Ids for a head that has embeddings, else those of the target."""
