@@ -115,9 +115,9 @@ class HeadDrafts:
             self._new, self._states = states(queries), states(self._waiting)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its pages and buffers."""
-        return self.pages.nbytes + self._new.nbytes + self._states.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its buffers, without its pages."""
+        return self.base, self._held, self._shift, self._new, self._states
 
     def take(self, hidden: Tensor) -> None:
         """Take the states `[B, N, W]` of a step that has verified, before `propose` or `wait`."""
