@@ -197,15 +197,27 @@ def test_a_model_with_a_head_returns_what_it_did():
     assert handle.took.rounds == "attnops drafted nothing: num_beams="
 
 
-def test_weights_of_a_head_that_are_replaced(proposed):
-    """Graphs read them where they were: there are new ones."""
+def test_what_a_head_reads_is_replaced(proposed):
+    """Graphs read weights where they were: there are new ones."""
     model = tiny.model("llama", num_hidden_layers=4)
     head = head_of(model)
     ours, _ = patched(model, head)
     given = {**asked(1), "max_new_tokens": 12}
     want = model.generate(**given)
-    for seed in (5, 6):
-        head.load_state_dict(head_of(model, seed).state_dict(), assign=True)
+    assert torch.equal(ours.generate(**given), want)
+
+    def weights():
+        head.load_state_dict(head_of(model, 6).state_dict(), assign=True)
+
+    def words():
+        head.d2t = head.d2t + 1
+
+    def layers():
+        for each in (model, ours):
+            each.model.layers[1] = copy.deepcopy(each.model.layers[1])
+
+    for replace in (weights, words, layers):
+        replace()
         proposed.clear()
         assert torch.equal(ours.generate(**given), want)
         check(model, head, given, want, proposed)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnops.core.errors import InvalidInput, NotCapturable, SideEffect, fail, one_line
 from attnops.core.kernel import deterministic
@@ -54,7 +54,7 @@ from attnops.hf.steps.captures import (
     why_steps,
 )
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
-from attnops.hf.steps.hidden import Outputs, reading
+from attnops.hf.steps.hidden import Modules, Outputs, reading
 from attnops.hf.steps.model_state import Glance, holds
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import awaits_kernels
@@ -95,7 +95,7 @@ class Decoder:
         how: Decode,
         forward: Callable[..., Any],
         make: Callable[[Any], PagedModelCache],
-        reads: Sequence[nn.Module] = (),
+        reads: Modules | None = None,
     ) -> None:
         self.turn = threading.RLock()
         forward = reading(forward, reads, self.turn)

@@ -38,10 +38,11 @@ def modules_of(owner: Any, head: Eagle3Head) -> tuple[nn.Module, ...]:
 
 
 def addresses(head: Eagle3Head | None, owner: Any) -> tuple[int, ...]:
-    """Where the weights are that the graphs of a head read; () without one."""
+    """Where the tensors are that the graphs of a head read; () without one."""
     if head is None:
         return ()
-    return tuple(t.data_ptr() for t in (*head.parameters(), owner.get_input_embeddings().weight))
+    read = *head.parameters(), *head.buffers(), owner.get_input_embeddings().weight
+    return tuple(t.data_ptr() for t in read)
 
 
 def against(head: Eagle3Head, owner: Any) -> str:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from attnops.hf.cache.model_pages import ModelPages
 
+Modules = Callable[[], Sequence[nn.Module]]
+"""Those of a model that a draft head reads, as the model is now."""
+
 
 class Outputs(NamedTuple):
     """Of a step or of a chunk of a prompt.
@@ -49,17 +52,18 @@ def outputs_of(out: Any) -> Outputs:
 
 
 def reading(
-    forward: Callable[..., Any], modules: Sequence[nn.Module], turn: AbstractContextManager[Any]
+    forward: Callable[..., Any], modules_of: Modules | None, turn: AbstractContextManager[Any]
 ) -> Callable[..., Any]:
     """The forward of a model whose result has the outputs of these modules as `hidden_states`,
-    `[B, S, W]`, beside each other. Without modules it is `forward` itself.
+    `[B, S, W]`, beside each other. None: nothing reads them, and it is `forward` itself.
 
     turn: a thread's, to look at the model and to change its attributes.
     """
-    if not modules:
+    if modules_of is None:
         return forward
 
     def read(*args: Any, **kwargs: Any) -> Any:
+        modules = modules_of()
         with turn, _heard(modules) as found:
             out = forward(*args, **kwargs)
         out.hidden_states = torch.cat([found[module] for module in modules], dim=-1)
