@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import attnops
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast
 from attnops.hf.cache.names import named
-from attnops.hf.models import convolutions
+from attnops.hf.models import convolutions, take_back
 from attnops.hf.steps import decode
 from tests.hf import hybrids
 from tests.hf.decoding import ENDS, auto
@@ -71,13 +71,15 @@ def test_turns_of_a_chat_with_one_row(name):
     poison(cache.state.pages)
     text = asked(1)["input_ids"]
     # The last choice of the second and the third turn is not followed by a step.
-    for new, more in ((9, {}), (2, {}), (2, {}), (5, {"repetition_penalty": 1.2}), (9, {})):
+    ngrams = {"no_repeat_ngram_size": 3}  # is not drafted with
+    turns = (9, {}), (2, {}), (2, {"repetition_penalty": 1.2}), (5, ngrams), (9, {})
+    for new, more in turns:
         mask = torch.ones_like(text)
         given = {"max_new_tokens": new, "attention_mask": mask, **GREEDY, **more}
         want = model.generate(text, past_key_values=twin, **given)
         draft.texts = want
         assert torch.equal(ours.generate(text, **named(cache), **given), want)
-        assert bool(more) == ("nothing was drafted" in handle.took.rounds)
+        assert (more is ngrams) == ("nothing was drafted" in handle.took.rounds)
         assert int(cache.get_seq_length()) == want.shape[1] - 1
         text = torch.cat([want, torch.tensor([[7, 8, 9]])], 1)
 
@@ -157,9 +159,11 @@ def test_an_error_half_way_of_a_step_that_verifies(monkeypatch):
         return own(*args, **kwargs)
 
     monkeypatch.setattr(convolutions, "causal_conv1d", second)
-    given = {"max_new_tokens": 6, **named(handle.new_cache(1, 64)), **GREEDY}
+    cache = handle.new_cache(1, 64)
+    given = {"max_new_tokens": 6, **named(cache), **GREEDY}
     with pytest.warns(NotFast), pytest.raises(KeyError, match="the op's own"):
         ours.generate(asked(1)["input_ids"], **given)
+    assert cache.state.verified is None
     with pytest.raises(InvalidInput, match="did not reach every layer"):
         ours.generate(torch.arange(1, 20)[None], **given)
 
@@ -182,6 +186,44 @@ def test_more_drafts_than_a_call_before():
         poison(pages)
     assert sizes == [0, 6, 6, 20, 20]
     assert counted[0] < counted[1] == counted[2] < counted[3] == counted[4]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_no_kernel_takes_tokens_back(name):
+    """Plain decoding has the kernel that the policy forces."""
+    model = hybrids.model(name)
+    ours, handle = patched(model, "lookup")
+    given = {**asked(2), "max_new_tokens": 6, "pad_token_id": 0}
+    want = model.generate(**given)
+    with attnops.use({"causal_conv1d": "aten"}):
+        assert torch.equal(ours.generate(**given), want)
+    assert "nothing was drafted: no kernel of causal_conv1d" in handle.took.rounds
+
+
+@pytest.mark.parametrize("of_states", [False, True])
+def test_autocast_of_the_call_or_of_the_states_alone(of_states):
+    ours = copy.deepcopy(hybrids.model("bamba"))
+    handle = attnops.patch(ours, cache="paged", decode=auto(), speculate="lookup")
+    with torch.autocast("cpu", torch.bfloat16, enabled=of_states):
+        cache = handle.new_cache(1, 64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not of_states):
+        ours.generate(asked(1)["input_ids"], max_new_tokens=6, **named(cache), **GREEDY)
+    assert "nothing was drafted: the states of the cache are" in handle.took.rounds
+
+
+def test_no_memory_for_what_is_kept(monkeypatch):
+    """The pages own their states as before."""
+    ours, handle = patched(hybrids.model("lfm2"), "lookup")
+    cache = handle.new_cache(1, 64)
+    pages = cache.state.pages
+
+    def none(*args):
+        raise torch.OutOfMemoryError("for a test")
+
+    monkeypatch.setattr(pages.states, "keep", none)
+    with pytest.raises(torch.OutOfMemoryError):
+        take_back.begin(ours, cache, 3, torch.tensor([5]))
+    assert {*map(id, pages.states.tensors)} <= {*map(id, pages.stream._tensors)}
 
 
 def test_a_tree_is_refused():

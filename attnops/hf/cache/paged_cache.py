@@ -216,7 +216,7 @@ class State(StepsOfStates):
 
     def end_step(self) -> None:
         """End the step under way: its last layer has written, or it does not count."""
-        self.step = self.start = self.real = self.parents = self.before = None
+        self.step = self.start = self.real = self.parents = self.before = self.verified = None
         self.unfinished = 0
         self.begun.clear()
 

@@ -99,11 +99,11 @@ def _kernels(swap: Swap) -> str:
     """What runs a module now: the kernels of its ops, as `gated_delta_rule.triton`, or
     transformers; the packages that transformers calls, and what to install for faster kernels."""
     module = swap.target
-    family = BY_OP[vars(module)[_MARK]]
     weight = conv_of(module).weight
-    ops: dict[str, Sizes] = {family.op: family.sizes(module)} if family.op else {}
-    ops["causal_conv1d"] = (("in_features", weight.shape[0]),)
-    names = {op: kernel_now(op, weight.device, weight.dtype, sizes) for op, sizes in ops.items()}
+    names = {
+        op: kernel_now(op, weight.device, weight.dtype, sizes)
+        for op, sizes in ops_of(module).items()
+    }
     ours = " and ".join(f"{op}.{name}" for op, (name, _) in names.items() if name)
     others = ", ".join(_packages(swap.own))
     own = f"functions of {others} that transformers calls" if others else "transformers' own code"
@@ -113,6 +113,13 @@ def _kernels(swap: Swap) -> str:
     if others:
         return f"{ours} in graphs, and {own} outside of them{lacks}"
     return f"{ours}{lacks}"
+
+
+def ops_of(module: nn.Module) -> dict[str, Sizes]:
+    """The ops that move the states of a module that is taken over, with their sizes."""
+    family = BY_OP[vars(module)[_MARK]]
+    ops: dict[str, Sizes] = {family.op: family.sizes(module)} if family.op else {}
+    return {**ops, "causal_conv1d": (("in_features", conv_of(module).weight.shape[0]),)}
 
 
 def _packages(cls: Any) -> list[str]:

@@ -3,23 +3,42 @@ states go on over those that are accepted where no step follows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnops.hf.models.recurrent import BY_OP, conv_of, modules_with_states
+from attnops.core.select import active_policy
+from attnops.hf.models.chosen import is_ours
+from attnops.hf.models.recurrent import BY_OP, conv_of, modules_with_states, ops_of
 from attnops.hf.models.states import Memory, StateSizes
 from attnops.ops.recurrent.conv import causal_conv1d
+from attnops.ops.recurrent.kept_reference import RULE_KEEPS, SCAN_KEEPS
 from attnops.ops.recurrent.record import gated_delta_rule
 from attnops.ops.recurrent.scan import mamba2_scan
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "gated_delta_rule": ("kept_key", "kept_value", "kept_decay", "kept_beta"),
-    "mamba2_scan": ("kept_x", "kept_dt", "kept_b"),
+    "gated_delta_rule": tuple(RULE_KEEPS.values()),
+    "mamba2_scan": tuple(SCAN_KEEPS.values()),
     "": (),
 }
 """What is kept of a token beside the input of its convolution, by op."""
+
+
+def why_not(model: nn.Module, cache: Any) -> Iterator[str]:
+    """Each reason why no token can be taken back now."""
+    sizes, taken = cache.state.pages.sizes, modules_with_states(model)
+    kind, policy = sizes.device.type, active_policy()
+    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    for number, place in cache.states.items():
+        module, dtype = taken[number][0], sizes.states[place].conv_dtype
+        now = cast or conv_of(module).weight.dtype
+        if now != dtype:
+            yield f"the states of the cache are {dtype}, and those of a call now {now}"
+        for op, of in ops_of(module).items():
+            if not is_ours(op, policy, sizes.device, dtype, None, of, ("accepted",)):
+                yield f"no kernel of {op} that the policy allows can take tokens back"
 
 
 def begin(model: nn.Module, cache: Any, tokens: int, lengths: Tensor) -> bool:
@@ -35,8 +54,9 @@ def begin(model: nn.Module, cache: Any, tokens: int, lengths: Tensor) -> bool:
         taken, sizes = modules_with_states(model), pages.sizes.states
         modules = [taken[number] for number in cache.states]
         memory = [_memory(*each, of) for each, of in zip(modules, sizes, strict=True)]
-        pages.stream.leave(*states.written)
+        before = states.written
         states.keep([NAMES[op] for _, op in modules], memory, slots)
+        pages.stream.leave(*before)
         pages.stream.own(*states.written)
         pages.use()
     states.begin(lengths)

@@ -76,6 +76,8 @@ def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
         yield "under a deterministic policy steps of other sizes may choose other bits"
     if cache.state.pages.plans() is not None:
         yield "the kernel needs a plan of the host, which steps with drafts do not have"
+    if cache.states:
+        yield from take_back.why_not(asked.owner, cache)
     if follow_length(asked.owner):
         yield "rotations follow from the longest position of a step, and drafts are further on"
 

@@ -11,10 +11,11 @@ import torch
 from attnops.core.problem import Problem
 from attnops.core.record import changed
 from attnops.measured.cost import multiply_us
+from attnops.ops.recurrent.kept_reference import RULE_KEEPS, SCAN_KEEPS
 
 CONV_TAKES = frozenset({"bias", "activation"})
-KEPT_OF_RULES = frozenset({"kept_key", "kept_value", "kept_decay", "kept_beta", "accepted"})
-KEPT_OF_SCANS = frozenset({"kept_x", "kept_dt", "kept_b", "accepted"})
+KEPT_OF_RULES = frozenset({*RULE_KEEPS.values(), "accepted"})
+KEPT_OF_SCANS = frozenset({*SCAN_KEEPS.values(), "accepted"})
 KEPT_OF_CONVS = frozenset({"kept_x", "accepted"})
 """Arguments of tokens that may be taken back."""
 MOST_ROWS = 128

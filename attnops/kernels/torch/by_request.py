@@ -105,7 +105,7 @@ def _part(call: Any, rows: Rows, **changes: Any) -> Any:
 
 
 def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
-    """Rows and call of every request with tokens."""
+    """Rows and call of every request with tokens, or whose state goes on over accepted ones."""
     if not hasattr(call, "cu_seqlens_q"):
         name = rows_named(
             call.spec.args[0].dims
@@ -119,8 +119,9 @@ def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
         call.cu_seqlens_q.tolist(),
         call.cu_seqlens_k.tolist() if hasattr(call, "cu_seqlens_k") else None,
     )
+    accepts = getattr(call, "accepted", None) is not None
     for b, (begin, end) in enumerate(itertools.pairwise(starts)):
-        if begin == end:
+        if begin == end and not accepts:
             continue
         rows, own = (
             {"T": slice(begin, end), "B": slice(b, b + 1)},

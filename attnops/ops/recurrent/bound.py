@@ -37,9 +37,8 @@ from torch import Tensor
 from attnops.core.record import changed, values
 from attnops.core.rounding import Allowed, Results, in_float64, roundoff, step
 from attnops.ops.recurrent import scan_bound
-from attnops.ops.recurrent.kept_reference import over_accepted
+from attnops.ops.recurrent.kept_reference import RULE_KEEPS, over_accepted
 from attnops.ops.recurrent.reference import (
-    RULE_KEEPS,
     causal_conv1d,
     causal_conv1d_backward,
     convolved,

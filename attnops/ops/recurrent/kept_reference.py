@@ -10,6 +10,10 @@ from torch import Tensor
 
 from attnops.core.record import changed
 
+RULE_KEEPS = {"key": "kept_key", "value": "kept_value", "decay": "kept_decay", "beta": "kept_beta"}
+SCAN_KEEPS = {"x": "kept_x", "dt": "kept_dt", "b": "kept_b"}
+"""What is kept of a token's inputs, by the name of the input."""
+
 
 def over_accepted(call: Any, **names: str) -> tuple[Any, Tensor, Tensor]:
     """(the call over the tokens that are kept, and of the accepted ones what `reference.rows_of`

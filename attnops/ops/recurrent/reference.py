@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnops.core.tensors import compact, wide
-from attnops.ops.recurrent.kept_reference import keep, over_accepted
+from attnops.ops.recurrent.kept_reference import RULE_KEEPS, SCAN_KEEPS, keep, over_accepted
 
 if TYPE_CHECKING:
     from attnops.ops.recurrent.conv import CausalConv1d, CausalConv1dBackward
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
 EPS = 1e-6
 """What is added to the square of a vector's length, by which it is divided."""
-
-
-RULE_KEEPS = {"key": "kept_key", "value": "kept_value", "decay": "kept_decay", "beta": "kept_beta"}
-SCAN_KEEPS = {"x": "kept_x", "dt": "kept_dt", "b": "kept_b"}
-"""What is kept of a token's inputs, by the name of the input."""
 
 
 def gated_delta_rule(call: GatedDeltaRule) -> None:

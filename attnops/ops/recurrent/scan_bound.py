@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from attnops.core.rounding import Allowed, Results, in_float64, roundoff, step
-from attnops.ops.recurrent.kept_reference import over_accepted
+from attnops.ops.recurrent.kept_reference import SCAN_KEEPS, over_accepted
 from attnops.ops.recurrent.reference import (
-    SCAN_KEEPS,
     packed,
     padded,
     raw_steps,
