@@ -361,6 +361,39 @@ def test_layer_gradients_agree():
         close(got, want)
 
 
+def exact(module):
+    module.q_norm.eps = module.k_norm.eps = 0.0
+
+
+def shifted(module):
+    module.q_norm = nn.LayerNorm(D)
+    nn.init.normal_(module.q_norm.bias)
+
+
+NORMS = {
+    "epsilon 0": exact,
+    "another epsilon": lambda module: setattr(module.k_norm, "eps", 0.5),
+    "one": lambda module: setattr(module, "q_norm", None),
+    "no weight": lambda module: setattr(module, "q_norm", nn.RMSNorm(D, elementwise_affine=False)),
+    "another class": shifted,
+    "hook": lambda module: module.k_norm.register_forward_hook(lambda m, given, out: 2 * out),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_over_pages_are_those_of_the_layer(name):
+    """One op norms, rotates and writes where the layer's norms are those that it knows."""
+    module = SelfAttention(E, HQ, HKV, D, qk_norm=True, rope=RotaryEmbedding(D))
+    with torch.no_grad():
+        for each in (module.q_proj, module.k_proj):
+            each.weight.mul_(1e-3)
+    NORMS[name](module)
+    hidden, cache = torch.randn(5, E), cache_for(module.attention, dtype=torch.float32)
+    with torch.no_grad():
+        got = module(hidden, batch=cache.batch([cache.alloc()], 5), **pages_of(cache))
+        close(got, module(hidden[None])[0])
+
+
 # Errors -------------------------------------------------------------------------------------------
 
 
@@ -375,6 +408,19 @@ def attend_paged(**change):
         given = {"batch": cache.batch([cache.alloc()], 3), **pages_of(cache), **change}
         with torch.no_grad():
             module(*heads(module, 3, dtype=torch.float32), **given)
+
+    return call
+
+
+def project_paged(**change):
+    def call():
+        module = SelfAttention(E, HQ, HKV, D, rope=RotaryEmbedding(D), dropout=0.1)
+        module.train("dropout" in change)
+        cache = cache_for(module.attention, dtype=torch.float32)
+        given = {"batch": cache.batch([cache.alloc()], 3), **pages_of(cache), **change}
+        given.pop("dropout", None)
+        with torch.no_grad():
+            module(torch.randn(3, E), **given)
 
     return call
 
@@ -416,6 +462,8 @@ BAD = {
     "k_pages, v_pages: got None, want this layer's pages": attend_paged(k_pages=None),
     "batch: got tuple, want a PagedBatch": attend_paged(batch=(1, 2)),
     "cu_seqlens_q: got shape (2,), want None with batch": attend_paged(cu_seqlens_q=cu([3])),
+    "kv_start: got shape (1,), want None (dense calls only)": project_paged(kv_start=cu([])),
+    "batch: got a batch, want None, because dropout": project_paged(dropout=True),
     "v_pages.dtype: got float16, want float32": attend_paged(
         v_pages=torch.zeros(64, 4, HKV, D).half()
     ),

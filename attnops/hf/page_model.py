@@ -56,7 +56,7 @@ from attnops.hf.steps import calls
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.decode_loop import Loop
 from attnops.hf.steps.early import EarlyPrompts, lent
-from attnops.hf.steps.hidden import noting, reading
+from attnops.hf.steps.hidden import noting
 from attnops.hf.steps.model_facts import Facts, ModelFacts
 from attnops.hf.steps.options import Decode, checked
 from attnops.hf.steps.precompile import begin, under_way
@@ -197,8 +197,9 @@ class PagedMode:
                 self._decoder = Decoder(
                     self._owner,
                     self.decode,
-                    reading(self._forward.original, self.loop.reads(self._owner)),
+                    self._forward.original,
                     functools.partial(self._over, filled=True),
+                    self.loop.reads(self._owner),
                 )
             return self._decoder
 

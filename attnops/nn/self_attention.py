@@ -3,7 +3,7 @@ gpt-oss have it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -154,14 +154,15 @@ class SelfAttention(nn.Module):
         query = self.q_proj(hidden).view(*lead, core.num_heads, core.head_dim)
         key = self.k_proj(hidden).view(*lead, core.num_kv_heads, core.head_dim)
         value = self.v_proj(hidden).view(*lead, core.num_kv_heads, core.head_dim)
-        scaled = k_scale is not None or v_scale is not None
-        if batch is not None and k_pages is not None and v_pages is not None and not scaled:
+        others = kv_start, kv_end, cu_seqlens, max_seqlen, k_scale, v_scale
+        drops = core.training and core.dropout > 0
+        # Not where `core` has something to refuse, or scales to use.
+        if batch is not None and not drops and all(each is None for each in others):
             at = check.positions_of(hidden, positions, None, batch)
-            if (
-                turned := self._written(query, key, value, at, batch, k_pages, v_pages)
-            ) is not None:
-                attended = core.over_pages(turned, batch, k_pages, v_pages, mask)
-                return self._projected(attended)
+            turned = self._written(query, key, value, at, batch, k_pages, v_pages)
+            if turned is not None:
+                assert k_pages is not None and v_pages is not None
+                return self._projected(core.over_pages(turned, batch, k_pages, v_pages, mask))
         if self.q_norm is not None and self.k_norm is not None:
             # Autocast norms in float32 and the ops take one dtype.
             query, key = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype)
@@ -197,19 +198,20 @@ class SelfAttention(nn.Module):
         value: Tensor,
         positions: Tensor,
         batch: PagedBatch,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        k_pages: Tensor | None,
+        v_pages: Tensor | None,
     ) -> Tensor | None:
         """The turned queries of new tokens, whose keys and values are in the pages now: one launch
         in place of some thirty. None where the op does not rotate so."""
-        norms = self.q_norm, self.k_norm
-        if self.rope is None or self.rope.interleaved or query.dtype == torch.float64:
+        if self.rope is None or self.rope.interleaved or k_pages is None or v_pages is None:
             return None
-        if {query.dtype, key.dtype, value.dtype, v_pages.dtype} != {k_pages.dtype}:
+        dtypes = {query.dtype, key.dtype, value.dtype, v_pages.dtype}
+        if dtypes != {k_pages.dtype} or query.dtype == torch.float64:
+            return None
+        norms = _weights(self.q_norm, self.k_norm)
+        if norms is None:
             return None
         cos, sin = self.rope.cos_sin(positions, query)
-        of_query, of_key = (None if norm is None else norm.weight for norm in norms)
-        eps = 1e-6 if self.q_norm is None else (self.q_norm.eps or 1e-6)
         turned, _ = rotate_and_write_kv(
             query,
             key,
@@ -219,8 +221,34 @@ class SelfAttention(nn.Module):
             batch.slots,
             cos,
             sin,
-            q_norm=of_query,
-            k_norm=of_key,
-            eps=eps,
+            q_norm=norms.query,
+            k_norm=norms.key,
+            eps=norms.eps,
         )
         return turned
+
+
+class _Norms(NamedTuple):
+    """The weights `[D]` of the norms of query and key, None without one, and their epsilon."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    eps: float = 0.0
+
+
+def _weights(query: nn.Module | None, key: nn.Module | None) -> _Norms | None:
+    """Those of two norms, as the op takes them. None where it does not norm so."""
+    if query is None and key is None:
+        return _Norms()
+    if not _is_plain(query) or not _is_plain(key):
+        return None
+    if query.eps is None or query.eps != key.eps:
+        return None
+    return _Norms(query.weight, key.weight, query.eps)
+
+
+def _is_plain(norm: nn.Module | None) -> TypeGuard[nn.RMSNorm]:
+    """Has nobody put another norm in its place, or code beside it?"""
+    if type(norm) is not nn.RMSNorm or norm.weight is None:
+        return False
+    return not ("forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks)

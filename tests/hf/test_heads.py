@@ -3,6 +3,9 @@ tokens are those of plain decoding."""
 
 import copy
 import json
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -12,9 +15,11 @@ import attnops
 from attnops.core.errors import PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
-from attnops.hf.steps import rounds
+from attnops.hf.steps import hidden, prompt, rounds
 from attnops.hf.steps.heads import states_of
+from attnops.hf.steps.hidden import Read
 from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.rounds import Rounds
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, words_of, worth
 
@@ -82,6 +87,66 @@ def taught(model, head, texts, steps=60):
     return head.requires_grad_(False)
 
 
+def test_states_of_a_prompt_are_freed(monkeypatch):
+    """Once the head has read them. Those of a long prompt are large."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, _ = patched(model, head_of(model))
+    made, kept, own = [], [], Rounds._step
+
+    def read(*given):
+        made.append(weakref.ref(given[2]))
+        return Read(*given)
+
+    def step(*given):
+        kept.extend(each() for each in made)
+        return own(*given)
+
+    monkeypatch.setattr(hidden, "Read", read)
+    monkeypatch.setattr(prompt, "Read", read)
+    monkeypatch.setattr(Rounds, "_step", step)
+    given = {**asked(1), "max_new_tokens": 4}
+    for _ in range(3):
+        ours.generate(**given)
+    assert len(made) == 3 and len(kept) > 3 and not any(each is not None for each in kept)
+
+
+def test_autocast():
+    """A head computes in its own dtype."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, handle = patched(model, head_of(model))
+    plain, _ = patched(model, None)
+    given = {**asked(1), "max_new_tokens": 8}
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(ours.generate(**given), plain.generate(**given))
+        assert worth(handle) >= 1
+
+
+def test_no_other_thread_looks_at_layers_that_are_read(monkeypatch):
+    """They have other forwards then."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, handle = patched(model, head_of(model))
+    handle._settle()
+    turn = handle._paged.decoder().turn
+    free, own = [], hidden._heard
+
+    def is_free():
+        found = turn.acquire(blocking=False)
+        if found:
+            turn.release()
+        return found
+
+    @contextmanager
+    def heard(modules):
+        with own(modules) as found, ThreadPoolExecutor(1) as pool:
+            free.append(pool.submit(is_free).result())
+            yield found
+
+    monkeypatch.setattr(hidden, "_heard", heard)
+    ours.generate(**asked(1), max_new_tokens=4)
+    assert free and not any(free)
+
+
 LAYERS: dict[str, dict[str, int]] = {"gemma3": {}}
 
 
@@ -132,15 +197,27 @@ def test_a_model_with_a_head_returns_what_it_did():
     assert handle.took.rounds == "attnops drafted nothing: num_beams="
 
 
-def test_weights_of_a_head_that_are_replaced(proposed):
-    """Graphs read them where they were: there are new ones."""
+def test_what_a_head_reads_is_replaced(proposed):
+    """Graphs read weights where they were: there are new ones."""
     model = tiny.model("llama", num_hidden_layers=4)
     head = head_of(model)
     ours, _ = patched(model, head)
     given = {**asked(1), "max_new_tokens": 12}
     want = model.generate(**given)
-    for seed in (5, 6):
-        head.load_state_dict(head_of(model, seed).state_dict(), assign=True)
+    assert torch.equal(ours.generate(**given), want)
+
+    def weights():
+        head.load_state_dict(head_of(model, 6).state_dict(), assign=True)
+
+    def words():
+        head.d2t = head.d2t + 1
+
+    def layers():
+        for each in (model, ours):
+            each.model.layers[1] = copy.deepcopy(each.model.layers[1])
+
+    for replace in (weights, words, layers):
+        replace()
         proposed.clear()
         assert torch.equal(ours.generate(**given), want)
         check(model, head, given, want, proposed)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import attnops
 from attnops.graphs import streams
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
@@ -13,7 +14,8 @@ from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.steps import prompt
 from attnops.hf.steps.early import Early
 from tests.graphs.races import Races
-from tests.hf.decoding import graphed, prompts_in_graphs
+from tests.hf.decoding import auto, graphed, prompts_in_graphs
+from tests.hf.drafting import head_of
 from tests.hf.test_loop import asked, generated
 
 
@@ -236,3 +238,18 @@ def test_what_it_owns_later_is_used_too(races):
         last.use()
     used = [(1, x.untyped_storage().data_ptr()) for x in (first, second)]
     assert set(used) <= set(races.used)
+
+
+def test_rounds_of_a_head(races, turn):
+    """Whose buffers a choice in a graph writes."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    head = head_of(model)
+    with attnops.patch(model, decode=auto(compile_after=None), speculate=head) as handle:
+        with no_race(races):
+            for _ in range(3):
+                with turn():
+                    generated(model, max_new_tokens=6)
+        [made] = handle._paged.loop._idle
+        buffers = (x for x in vars(made._head).values() if isinstance(x, torch.Tensor))
+        written = {x.untyped_storage().data_ptr() for x in buffers if x is not made._head._first}
+        assert {(stream, at) for stream in (1, 2) for at in written} <= set(races.used)

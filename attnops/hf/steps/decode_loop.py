@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -26,7 +27,7 @@ from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain, why_not_sampled
 from attnops.hf.steps.heads import addresses, modules_of
-from attnops.hf.steps.hidden import Read
+from attnops.hf.steps.hidden import Modules, Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds, why_no_rounds
 from attnops.hf.steps.sampler_graph import Choice, Tail
@@ -56,9 +57,9 @@ class Loop:
         """The draft head of the model's own."""
         return None if self._drafts is None else self._drafts.form.head
 
-    def reads(self, owner: Any) -> tuple[nn.Module, ...]:
+    def reads(self, owner: Any) -> Modules | None:
         """The modules of the model whose outputs the head reads."""
-        return () if self.head is None else modules_of(owner, self.head)
+        return None if self.head is None else partial(modules_of, owner, self.head)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": [], "_device": None}
@@ -151,6 +152,7 @@ class Loop:
         kept = _is_kept(cache_in(given), asked)
         if plan is not None and (why := next(why_no_rounds(asked, decoder, plan, kept, read), "")):
             plan = None
+            read.clear()
             _note_rounds(f"nothing was drafted: {why}")
         choice = Choice(
             ids.device,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ def modules_of(owner: Any, head: Eagle3Head) -> tuple[nn.Module, ...]:
 
 
 def addresses(head: Eagle3Head | None, owner: Any) -> tuple[int, ...]:
-    """Where the weights are that the graphs of a head read; () without one."""
+    """Where the tensors are that the graphs of a head read; () without one."""
     if head is None:
         return ()
-    return tuple(t.data_ptr() for t in (*head.parameters(), owner.get_input_embeddings().weight))
+    read = *head.parameters(), *head.buffers(), owner.get_input_embeddings().weight
+    return tuple(t.data_ptr() for t in read)
 
 
 def against(head: Eagle3Head, owner: Any) -> str:
@@ -115,27 +116,29 @@ class HeadDrafts:
             self._new, self._states = states(queries), states(self._waiting)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its pages and buffers."""
-        return self.pages.nbytes + self._new.nbytes + self._states.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its buffers, without its pages."""
+        return self.base, self._held, self._shift, self._new, self._states
 
     def take(self, hidden: Tensor) -> None:
         """Take the states `[B, N, W]` of a step that has verified, before `propose` or `wait`."""
         self._new[: hidden.shape[0] * hidden.shape[1]].copy_(hidden.flatten(0, 1))
 
-    def begin(self, read: Sequence[Read], ids: Tensor, shift: Tensor, stored: Tensor) -> None:
+    def begin(self, read: list[Read], ids: Tensor, shift: Tensor, stored: Tensor) -> None:
         """Read a prompt, and take the states of its last tokens.
 
-        read: all of it. ids: int64 `[B, L]`, the text. shift: int64 `[B]`, the column in `ids` of
-        each row's first token in the target's pages. stored: int64 `[B]`, tokens of each row there.
+        read: all of it; nothing is left there, because states of long prompts are large. ids: int64
+        `[B, L]`, the text. shift: int64 `[B]`, the column in `ids` of each row's first token in the
+        target's pages. stored: int64 `[B]`, tokens of each row there.
         """
         self.pages.use()
         self.base.copy_(read[0].before.clamp(min=0))
         self._shift.copy_(shift + self.base)
         # The pair of the last token has a token that is not chosen yet.
         self._held.copy_(stored - self.base - 1)
-        states = read[0].hidden.new_zeros(len(stored), read[0].hidden.shape[1])
-        for counts, before, hidden in read:
+        states = self._new.new_zeros(len(stored), self._new.shape[1])
+        while read:
+            counts, before, hidden = read.pop(0)
             total = hidden.shape[0]
             ends = hidden[(counts.cumsum(0) - 1).clamp(min=0)]
             states = torch.where((before + counts == stored)[:, None], ends, states)
@@ -144,8 +147,10 @@ class HeadDrafts:
             rows = token_rows(batch.cu_seqlens_q, total).clamp(max=ids.shape[0] - 1)
             at = batch.positions + 1 + self._shift[rows]
             tokens = ids[rows, at.clamp(0, ids.shape[1] - 1)]
+            given = self._given(tokens), hidden.to(states.dtype)
             # Not recorded, as steps are: prompts are of all lengths.
-            self.head(self._given(tokens), hidden, **self._where(batch, tokens.new_zeros(1)))
+            with self._uncast():
+                self.head(*given, **self._where(batch, tokens.new_zeros(1)))
         self.take(states[:, None])
 
     def wait(self, queries: int, counts: Tensor, stored: Tensor) -> None:
@@ -193,14 +198,20 @@ class HeadDrafts:
         can be recorded."""
         given, where = (self._given(tokens), hidden), self._where(batch, rows)
         out: tuple[Tensor, Tensor] | None = None
-        if self._kinds is not None:
-            self._kinds.begin()
-            try:
-                out = self._kinds(self.head, 1, given, where)
-            except NotRegional:
-                self._kinds = None
-        logits, state = out or self.head(*given, **where)
+        with self._uncast():
+            if self._kinds is not None:
+                self._kinds.begin()
+                try:
+                    out = self._kinds(self.head, 1, given, where)
+                except NotRegional:
+                    self._kinds = None
+            logits, state = out or self.head(*given, **where)
         return self.head.to_target(logits.argmax(-1)), state
+
+    def _uncast(self) -> AbstractContextManager[Any]:
+        """The head computes in its own dtype, which its pages have, whatever autocast is on around
+        the model."""
+        return torch.autocast(self._new.device.type, enabled=False)
 
     def _given(self, tokens: Tensor) -> Tensor:
         """Ids for a head that has embeddings, else those of the target."""

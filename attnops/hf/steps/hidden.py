@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from attnops.hf.cache.model_pages import ModelPages
+
+Modules = Callable[[], Sequence[nn.Module]]
+"""Those of a model that a draft head reads, as the model is now."""
 
 
 class Outputs(NamedTuple):
@@ -48,14 +51,19 @@ def outputs_of(out: Any) -> Outputs:
     return Outputs(out.logits, hidden if isinstance(hidden, Tensor) else None)
 
 
-def reading(forward: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
+def reading(
+    forward: Callable[..., Any], modules_of: Modules | None, turn: AbstractContextManager[Any]
+) -> Callable[..., Any]:
     """The forward of a model whose result has the outputs of these modules as `hidden_states`,
-    `[B, S, W]`, beside each other. Without modules it is `forward` itself."""
-    if not modules:
+    `[B, S, W]`, beside each other. None: nothing reads them, and it is `forward` itself.
+
+    turn: a thread's, to look at the model and to change its attributes.
+    """
+    if modules_of is None:
         return forward
-    turn = threading.RLock()  # two threads would put back each other's attributes
 
     def read(*args: Any, **kwargs: Any) -> Any:
+        modules = modules_of()
         with turn, _heard(modules) as found:
             out = forward(*args, **kwargs)
         out.hidden_states = torch.cat([found[module] for module in modules], dim=-1)

@@ -138,12 +138,13 @@ class Round:
         steps = self._drafts, self.input, self.positions, self._lengths
         numbers = self._eos, self._pad, self._most, self._news
         trees = () if self.paths is None else self.paths.tensors
-        return self._scores, *noise, self.tokens, *rows, *steps, *numbers, *trees
+        head = () if self._head is None else self._head.tensors
+        return self._scores, *noise, self.tokens, *rows, *steps, *numbers, *trees, *head
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graphs."""
-        head = 0 if self._head is None else self._head.nbytes
+        head = 0 if self._head is None else self._head.pages.nbytes
         paths = 0 if self.paths is None else self.paths.nbytes
         return head + paths + self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
 
@@ -170,9 +171,9 @@ class Round:
             assert self._device is not None
             self.paths.use(pages, self._device, self._clear, self._move)
 
-    def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: Sequence[Read]) -> None:
+    def begin(self, asked: Asked, padding: Tensor, stored: Tensor, read: list[Read]) -> None:
         """Take a prompt. padding, stored: int64 `[B]`, of each row in the pages. read: the hidden
-        states of the prompt, for a head."""
+        states of the prompt, which a head takes out."""
         self._stream.use()
         ids, eos = asked.input_ids, asked.eos
         length = ids.shape[1]

@@ -148,7 +148,7 @@ class Rounds:
         decoder: Decoder,
         made: Round,
         kept: bool,
-        read: Sequence[Read],
+        read: list[Read],
         cost: float,
     ) -> None:
         self._asked, self._decoder, self._round = asked, decoder, made
