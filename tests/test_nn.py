@@ -370,24 +370,25 @@ def shifted(module):
     nn.init.normal_(module.q_norm.bias)
 
 
-NORMS = {
+PARTS = {
     "epsilon 0": exact,
     "another epsilon": lambda module: setattr(module.k_norm, "eps", 0.5),
     "one": lambda module: setattr(module, "q_norm", None),
     "no weight": lambda module: setattr(module, "q_norm", nn.RMSNorm(D, elementwise_affine=False)),
     "another class": shifted,
     "hook": lambda module: module.k_norm.register_forward_hook(lambda m, given, out: 2 * out),
+    "attention": lambda module: module.attention.register_forward_hook(lambda m, given, out: -out),
 }
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_over_pages_are_those_of_the_layer(name):
-    """One op norms, rotates and writes where the layer's norms are those that it knows."""
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_over_pages_are_those_of_the_layer(name):
+    """One op norms, rotates and writes where the layer's parts are those that it knows."""
     module = SelfAttention(E, HQ, HKV, D, qk_norm=True, rope=RotaryEmbedding(D))
     with torch.no_grad():
         for each in (module.q_proj, module.k_proj):
             each.weight.mul_(1e-3)
-    NORMS[name](module)
+    PARTS[name](module)
     hidden, cache = torch.randn(5, E), cache_for(module.attention, dtype=torch.float32)
     with torch.no_grad():
         got = module(hidden, batch=cache.batch([cache.alloc()], 5), **pages_of(cache))

@@ -197,9 +197,8 @@ class PagedMode:
                 self._decoder = Decoder(
                     self._owner,
                     self.decode,
-                    self._forward.original,
+                    *self.loop.reading(self._owner, self._forward.original),
                     functools.partial(self._over, filled=True),
-                    self.loop.reads(self._owner),
                 )
             return self._decoder
 

@@ -3,7 +3,7 @@ gpt-oss have it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from attnops.nn.dropout import refuse
 from attnops.nn.jagged import rows
 from attnops.nn.rotary import RotaryEmbedding, rope_of
 from attnops.ops import rotate_and_write_kv
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class SelfAttention(nn.Module):
@@ -205,6 +207,8 @@ class SelfAttention(nn.Module):
         in place of some thirty. None where the op does not rotate so."""
         if self.rope is None or self.rope.interleaved or k_pages is None or v_pages is None:
             return None
+        if not _is_plain(self.attention, Attention):
+            return None
         dtypes = {query.dtype, key.dtype, value.dtype, v_pages.dtype}
         if dtypes != {k_pages.dtype} or query.dtype == torch.float64:
             return None
@@ -240,15 +244,15 @@ def _weights(query: nn.Module | None, key: nn.Module | None) -> _Norms | None:
     """Those of two norms, as the op takes them. None where it does not norm so."""
     if query is None and key is None:
         return _Norms()
-    if not _is_plain(query) or not _is_plain(key):
+    if not _is_plain(query, nn.RMSNorm) or not _is_plain(key, nn.RMSNorm):
         return None
-    if query.eps is None or query.eps != key.eps:
+    if query.eps is None or query.eps != key.eps or query.weight is None or key.weight is None:
         return None
     return _Norms(query.weight, key.weight, query.eps)
 
 
-def _is_plain(norm: nn.Module | None) -> TypeGuard[nn.RMSNorm]:
-    """Has nobody put another norm in its place, or code beside it?"""
-    if type(norm) is not nn.RMSNorm or norm.weight is None:
+def _is_plain(module: nn.Module | None, kind: type[Module]) -> TypeGuard[Module]:
+    """Has nobody put another module in its place, or code beside it?"""
+    if module is None or type(module) is not kind:
         return False
-    return not ("forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks)
+    return not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)

@@ -8,7 +8,6 @@ they store no token, and stay unused.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,7 +53,7 @@ from attnops.hf.steps.captures import (
     why_steps,
 )
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
-from attnops.hf.steps.hidden import Modules, Outputs, reading
+from attnops.hf.steps.hidden import Outputs
 from attnops.hf.steps.model_state import Glance, holds
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import awaits_kernels
@@ -68,9 +67,8 @@ class Decoder:
     """The graphs of one model, over each set of pages that a cache uses or that waits in the pool.
     A step waits for that of another thread.
 
-    forward: the model's own, which `decode=` replaced, `reading` the outputs of `reads`.
+    forward: the model's own, which `decode=` replaced, `reading` what a draft head wants.
     make: returns a cache over given pages, which keep their tokens.
-    reads: modules of the model that a draft head reads.
     plain_steps: steps that ran without graphs, because they asked for more than logits, or because
     graphs could not be made, or not yet.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
@@ -94,11 +92,10 @@ class Decoder:
         model: Any,
         how: Decode,
         forward: Callable[..., Any],
+        turn: Any,
         make: Callable[[Any], PagedModelCache],
-        reads: Modules | None = None,
     ) -> None:
-        self.turn = threading.RLock()
-        forward = reading(forward, reads, self.turn)
+        self.turn = turn
         self.how, self.plain_steps, self.look = how, 0, True
         self.failures = Failures[Failed]()
         self.regions: Regions | None = None

@@ -7,6 +7,7 @@ for the host. Of the one step too many the cache forgets its tokens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,7 @@ from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain, why_not_sampled
 from attnops.hf.steps.heads import addresses, modules_of
-from attnops.hf.steps.hidden import Modules, Read
+from attnops.hf.steps.hidden import Read, reading
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds, why_no_rounds
 from attnops.hf.steps.sampler_graph import Choice, Tail
@@ -57,9 +58,11 @@ class Loop:
         """The draft head of the model's own."""
         return None if self._drafts is None else self._drafts.form.head
 
-    def reads(self, owner: Any) -> Modules | None:
-        """The modules of the model whose outputs the head reads."""
-        return None if self.head is None else partial(modules_of, owner, self.head)
+    def reading(self, owner: Any, forward: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+        """(the forward of the model, `reading` what the head wants; the turn of its `Decoder`)."""
+        turn = threading.RLock()
+        modules = None if self.head is None else partial(modules_of, owner, self.head)
+        return reading(forward, modules, turn), turn
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": [], "_device": None}
