@@ -184,7 +184,7 @@ def test_what_is_held_does_not_grow_with_layers(kernel):
     held, forward = [], pair.device.call
 
     def call(op, args, kwargs):
-        if op.name() == "attnops::write_kv":
+        if op.name() == "attnops::rotate_and_write_kv":
             held.append(
                 sum(
                     any(ref() is not None for ref in holders)

@@ -25,11 +25,11 @@ def test_at_every_call_that_may_not_be_captured():
     assert_expected_inline(
         str(splits(pair)["decode"]),
         """\
-submod_0: captured, 38 operations
+submod_0: captured, 16 operations
 submod_1: paged_attention.uncapturable
-submod_2: captured, 41 operations
+submod_2: captured, 19 operations
 submod_3: paged_attention.uncapturable
-submod_4: captured, 41 operations
+submod_4: captured, 19 operations
 submod_5: paged_attention.uncapturable
 submod_6: captured, 5 operations""",
     )
@@ -50,7 +50,7 @@ def test_for_the_compiler_alone_where_every_kernel_may_be_captured(monkeypatch):
     # In the order of the model, with nothing between that the model does not do.
     [graph] = pair.device.graphs
     ours = [name for name, _ in graph.log if name.startswith("attnops::")]
-    assert ours == ["attnops::write_kv", "attnops::paged_attention"] * 4
+    assert ours == ["attnops::rotate_and_write_kv", "attnops::paged_attention"] * 4
     nodes = [
         n
         for part in found.parts
@@ -58,7 +58,7 @@ def test_for_the_compiler_alone_where_every_kernel_may_be_captured(monkeypatch):
         if str(n.target).startswith("attnops.")
     ]
     assert [n.kwargs["policy"] for n in nodes] == [
-        "kernel=write_kv:scatter",
+        "kernel=rotate_and_write_kv:reference",
         "kernel=paged_attention:sdpa",
     ] * 4
 
@@ -74,10 +74,10 @@ def test_every_attention_is_a_cut():
 def test_by_kind_where_it_is_asked_for():
     """Whole steps for decode, pieces for the rest; neighbours that are both outside are one
     part."""
-    pair = Pair(piecewise, layers=2, eager={"mixed": ("write_kv", "paged_attention")})
+    pair = Pair(piecewise, layers=2, eager={"mixed": ("rotate_and_write_kv", "paged_attention")})
     splits(pair, "ab", [2, 5])
     found = splits(pair)
-    outside_calls = "write_kv.scatter, paged_attention.sdpa"
+    outside_calls = "rotate_and_write_kv.reference, paged_attention.sdpa"
     lines = [line.partition(": ")[2] for line in str(found["mixed"]).splitlines()]
     assert (
         lines[1::2] == [outside_calls] * 2
@@ -89,7 +89,7 @@ def test_by_kind_where_it_is_asked_for():
     # not between the two calls.
     calls = [n for n in found["mixed"].parts[1].module.graph.nodes if n.op == "call_function"]
     assert [str(n.target) for n in calls] == [
-        "attnops.write_kv.default",
+        "attnops.rotate_and_write_kv.default",
         "attnops.paged_attention.default",
     ]
 
@@ -136,7 +136,7 @@ def test_what_depends_on_data_lies_outside():
     assert_expected_inline(
         str(splits(pair, "abc")["decode"]),
         """\
-submod_0: captured, 38 operations
+submod_0: captured, 16 operations
 submod_1: captured, paged_attention.sdpa
 submod_2: captured, 3 operations
 submod_3: nonzero, getitem

@@ -94,7 +94,8 @@ def view_of(state, lengths, fresh=False):
     batch = SimpleNamespace(
         cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(), max_seqlen_q=max(lengths)
     )
-    return SimpleNamespace(states=SimpleNamespace(state=state), batch=batch, fresh=fresh)
+    states = SimpleNamespace(state=state, kept=None)
+    return SimpleNamespace(states=states, batch=batch, fresh=fresh)
 
 
 @pytest.mark.parametrize("fresh", [False, True])

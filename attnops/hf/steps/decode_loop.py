@@ -152,7 +152,7 @@ class Loop:
         # A copy of the last logits, so that a long prompt's others are freed.
         logits = out.logits[:, -1:].clone()
         del out
-        kept = _is_kept(cache_in(given), asked)
+        kept = plan is not None and _is_kept(cache_in(given), asked)
         if plan is not None and (why := next(why_no_rounds(asked, decoder, plan, kept, read), "")):
             plan = None
             read.clear()

@@ -52,7 +52,8 @@ class Plan(NamedTuple):
         model = self.form.head if self.assistant is None else self.assistant
         if model is None:
             return 0.0
-        steps = self.form.drafts + 1
+        # An assistant steps over its last token, too.
+        steps = self.form.drafts + (self.assistant is not None)
         return steps * _numbers(model) / max(1, _numbers(owner))
 
     @contextmanager
