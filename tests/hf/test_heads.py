@@ -150,6 +150,7 @@ def test_no_other_thread_looks_at_layers_that_are_read(monkeypatch):
 LAYERS: dict[str, dict[str, int]] = {"gemma3": {}}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "qwen3_moe"])
 def test_what_a_head_drafts(kind, proposed):
     """From prompts with padding, in graphs and in the model's own layers, and from rounds whose

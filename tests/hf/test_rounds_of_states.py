@@ -27,6 +27,7 @@ def poison(pages):
             each.fill_(float("nan"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", hybrids.NAMES)
 def test_tokens_are_those_of_plain_decoding(name):
     """Drafts of which a part is wrong, so that rows keep none to all of them, and drafts that are
@@ -60,6 +61,7 @@ def test_rounds_in_bfloat16(name):
     assert worth(handle) >= 1 and "without drafts" not in handle.took.rounds
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", hybrids.NAMES)
 def test_turns_of_a_chat_with_one_row(name):
     """Each goes on with the cache of the turn before, with drafts or without."""

@@ -16,6 +16,7 @@ FAMILIES = {"llama": 9, "qwen3_moe": 9, "mistral": 40, "gemma3": 9, "gpt_oss": 9
 """And tokens that are drafted."""
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_tokens_are_those_of_plain_decoding(kind, small_pages):
     """Rows that accept different branches, behind left padding, and end. Windows whose pages are
