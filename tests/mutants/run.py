@@ -56,10 +56,19 @@ class Mutant:
                 f"{self.was!r} stands {count} times in {self.file}; a mutant needs a text "
                 "that stands there once"
             )
-        missing = [t for t in self.tests if not (root / t.split("::")[0]).exists()]
+        missing = [test for test in self.tests if not _is_there(test, root)]
         if missing:
             return f"its tests are not there: {missing}"
         return None
+
+
+def _is_there(test: str, root: Path) -> bool:
+    """Is there a test of this name, or the file or folder?"""
+    place, _, name = test.partition("::")
+    path = root / place
+    if not name:
+        return path.exists()
+    return path.is_file() and f"def {name.partition('[')[0]}(" in path.read_text()
 
 
 def read_all(folder: Path = HERE) -> list[Mutant]:
