@@ -370,8 +370,16 @@ def shifted(module):
     nn.init.normal_(module.q_norm.bias)
 
 
+class Backwards(RotaryEmbedding):
+    """Turns the other way."""
+
+    def forward(self, query, key, positions):
+        return super().forward(query, key, -positions)
+
+
 PARTS = {
     "epsilon 0": exact,
+    "a rotation of its own": lambda module: setattr(module, "rope", Backwards(D)),
     "another epsilon": lambda module: setattr(module.k_norm, "eps", 0.5),
     "one": lambda module: setattr(module, "q_norm", None),
     "no weight": lambda module: setattr(module, "q_norm", nn.RMSNorm(D, elementwise_affine=False)),

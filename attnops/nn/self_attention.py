@@ -156,10 +156,10 @@ class SelfAttention(nn.Module):
         query = self.q_proj(hidden).view(*lead, core.num_heads, core.head_dim)
         key = self.k_proj(hidden).view(*lead, core.num_kv_heads, core.head_dim)
         value = self.v_proj(hidden).view(*lead, core.num_kv_heads, core.head_dim)
-        others = kv_start, kv_end, cu_seqlens, max_seqlen, k_scale, v_scale
+        # With a batch `core` refuses the first four, and dropout. It uses the scales.
+        for_core = kv_start, kv_end, cu_seqlens, max_seqlen, k_scale, v_scale
         drops = core.training and core.dropout > 0
-        # Not where `core` has something to refuse, or scales to use.
-        if batch is not None and not drops and all(each is None for each in others):
+        if batch is not None and not drops and all(each is None for each in for_core):
             at = check.positions_of(hidden, positions, None, batch)
             turned = self._written(query, key, value, at, batch, k_pages, v_pages)
             if turned is not None:
@@ -204,18 +204,20 @@ class SelfAttention(nn.Module):
         v_pages: Tensor | None,
     ) -> Tensor | None:
         """The turned queries of new tokens, whose keys and values are in the pages now: one launch
-        in place of some thirty. None where the op does not rotate so."""
-        if self.rope is None or self.rope.interleaved or k_pages is None or v_pages is None:
+        in place of some thirty. None, and nothing is written, where the op does not compute what
+        the parts of this layer do."""
+        rope = self.rope
+        if k_pages is None or v_pages is None:  # `attention` refuses that
             return None
-        if not _is_plain(self.attention, Attention):
+        if not _is_plain(self.attention, Attention) or not _is_plain(rope, RotaryEmbedding):
             return None
-        dtypes = {query.dtype, key.dtype, value.dtype, v_pages.dtype}
-        if dtypes != {k_pages.dtype} or query.dtype == torch.float64:
+        dtypes = {x.dtype for x in (query, key, value, k_pages, v_pages)}
+        if rope.interleaved or len(dtypes) > 1 or torch.float64 in dtypes:
             return None
         norms = _weights(self.q_norm, self.k_norm)
         if norms is None:
             return None
-        cos, sin = self.rope.cos_sin(positions, query)
+        cos, sin = rope.cos_sin(positions, query)
         turned, _ = rotate_and_write_kv(
             query,
             key,
@@ -252,7 +254,10 @@ def _weights(query: nn.Module | None, key: nn.Module | None) -> _Norms | None:
 
 
 def _is_plain(module: nn.Module | None, kind: type[Module]) -> TypeGuard[Module]:
-    """Has nobody put another module in its place, or code beside it?"""
-    if module is None or type(module) is not kind:
+    """Does a call of the module run the forward of this very class, and nothing else?
+
+    A subclass, a forward of the instance or a hook may compute something else.
+    """
+    if module is None or type(module) is not kind or "forward" in vars(module):
         return False
-    return not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+    return not (module._forward_hooks or module._forward_pre_hooks)
