@@ -223,7 +223,7 @@ class Attention(nn.Module):
                 "one of them",
                 "both, or neither (then the queries')",
             )
-            return varlen_attention(
+            packed: Tensor = varlen_attention(
                 query,
                 key,
                 value,
@@ -231,30 +231,32 @@ class Attention(nn.Module):
                 cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
                 max_seqlen_q=most,
                 max_seqlen_k=most if max_seqlen_k is None else max_seqlen_k,
-                scale=self.scale,
-                causal=self.causal,
-                window=self.window,
-                softcap=self.softcap,
                 mask=mask,
-                sinks=self.sinks,
-                attention_chunk=self.attention_chunk,
-                kernel=self.kernel,
+                **self._rules(),
             )
-        return attention(
+            return packed
+        out: Tensor = attention(
             query,
             key,
             value,
-            scale=self.scale,
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
             mask=mask,
-            sinks=self.sinks,
             kv_start=kv_start,
             kv_end=kv_end,
-            attention_chunk=self.attention_chunk,
-            kernel=self.kernel,
+            **self._rules(),
         )
+        return out
+
+    def _rules(self) -> dict[str, Any]:
+        """What the layer was made with, as arguments that all of its ops take."""
+        return {
+            "scale": self.scale,
+            "causal": self.causal,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "attention_chunk": self.attention_chunk,
+            "kernel": self.kernel,
+        }
 
     def over_pages(
         self,
@@ -275,20 +277,14 @@ class Attention(nn.Module):
             batch.seq_lens,
             batch.cu_seqlens_q,
             max_seqlen_q=batch.max_seqlen_q,
-            scale=self.scale,
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
             mask=mask,
-            sinks=self.sinks,
             k_scale=k_scale,
             v_scale=v_scale,
-            attention_chunk=self.attention_chunk,
             padded=batch.padded,
             plan=batch.plan,
             workspace=batch.workspace,
             holes=batch.holes,
-            kernel=self.kernel,
+            **self._rules(),
         )
 
     def _jagged(
