@@ -59,8 +59,9 @@ def proposed(monkeypatch):
     return found
 
 
-def check(model, head, given, want, proposed):
-    """Each draft is what the head drafts after the whole text."""
+def check(model, head, given, want, proposed, skipped=0):
+    """Each draft is what the head drafts after the whole text, or after all but its first tokens,
+    which the head has not read."""
     proposed = [(stored, tokens) for stored, tokens in proposed if (tokens >= 0).any()]
     assert len(proposed) > 3
     pad = (given["attention_mask"] == 0).sum(1)
@@ -68,7 +69,8 @@ def check(model, head, given, want, proposed):
         for row, length in enumerate(pad + stored + 1):
             if length < want.shape[1]:
                 text = want[row, pad[row] : length]
-                assert torch.equal(tokens[row], chain(model, head, text, tokens.shape[1]))
+                drafts = chain(model, head, text, tokens.shape[1], skipped)
+                assert torch.equal(tokens[row], drafts)
 
 
 def taught(model, head, texts, steps=60):
@@ -168,19 +170,22 @@ def test_what_a_head_drafts(kind, proposed):
     assert worth(handle) > 1.3
 
 
-def test_a_head_that_has_not_read_the_turns_before():
+def test_a_head_that_has_not_read_the_turns_before(proposed):
     """It reads the tokens of a call, from wherever the cache of the caller ends."""
     model = tiny.model("llama", num_hidden_layers=4)
-    ours = copy.deepcopy(model)
+    ours, head = copy.deepcopy(model), head_of(model)
     how = auto(compile_after=None)
-    handle = attnops.patch(ours, cache="paged", decode=how, speculate=head_of(model))
+    handle = attnops.patch(ours, cache="paged", decode=how, speculate=head)
     given = {**asked(1), "max_new_tokens": 8, "return_dict_in_generate": True}
     want, got = model.generate(**given), ours.generate(**given, **named(handle.new_cache(1, 64)))
     turn = torch.cat([want.sequences, torch.tensor([[7, 8, 9]])], 1)
     more = {**given, "input_ids": turn, "attention_mask": torch.ones_like(turn)}
     again = model.generate(**more, **named(cache_of(want)))
+    proposed.clear()
     assert torch.equal(ours.generate(**more, **named(cache_of(got))).sequences, again.sequences)
     assert worth(handle) >= 1
+    # The last token that was chosen is not in the cache.
+    check(model, head, more, again.sequences, proposed, skipped=want.sequences.shape[1] - 1)
 
 
 def test_a_model_with_a_head_returns_what_it_did():
