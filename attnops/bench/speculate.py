@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import attnops.hf
 from attnops.bench import Point, Setup, generate, models, ways
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
 from attnops.nn import DraftState, Eagle3Head, Proposal
@@ -40,16 +39,12 @@ from attnops.tune.clock import Timed, Times, steps_us
 SUITE, PLAIN = "speculate", "attnops"
 NEW = {"toy": 17, "small": 41, "quick": 81, "full": 241}
 """The first of them is the prompt's. The others fill whole rounds of 2, 4, 5 and 8 tokens."""
-ODDS = {"0": 0.0, "80": 0.8, "100": 1.0}
-RIGHT, HEADS = (
-    {f"attnops_{kind}_{often}": odds for often, odds in ODDS.items()}
-    for kind in ("right", "eagle3")
-)
-"""Ways whose drafts, or whose head's, are right with this probability."""
-TREES = {f"attnops_tree_{nodes}": nodes for nodes in (8, 16, 32, 64)}
+RIGHT = {f"attnops_right_{often}": often / 100 for often in ways.OFTEN}
+"""Ways whose object is right with this probability."""
+HEADS = {f"attnops_eagle3_{often}": often / 100 for often in ways.OFTEN}
+"""Ways whose head is."""
+TREES = {f"attnops_tree_{nodes}": nodes for nodes in ways.NODES}
 """Ways that draft trees of so many nodes."""
-HEAD = "attnops_eagle"
-"""The kind of the second."""
 WORDS = 32_000
 """Draft words of a head, at most."""
 NUMBERS, STRIDE = 4096, 7919
@@ -123,6 +118,20 @@ class KnownTree(Guesses):
         return Proposal(torch.where(self._is_right, right, last), parents)
 
 
+def head_config(model: Any) -> dict[str, Any]:
+    """The config.json of a head of this model, also of one with few layers."""
+    config = model.config.get_text_config()
+    names = "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"
+    words = {name: getattr(config, name) for name in (*names, "vocab_size")}
+    layers = config.num_hidden_layers
+    states = min(2, layers - 1), layers // 2, max(layers - 3, 0)
+    return {
+        **words,
+        "draft_vocab_size": min(WORDS, config.vocab_size),
+        "eagle_aux_hidden_state_layer_ids": states,
+    }
+
+
 class KnownHead(Eagle3Head):
     """A head with random weights, which knows the text. right: `[]`, the probability of each of its
     words to be.
@@ -131,27 +140,21 @@ class KnownHead(Eagle3Head):
     """
 
     def __init__(self, model: Any, known: Tensor, text: Tensor) -> None:
-        config, embeddings = model.config.get_text_config(), model.get_input_embeddings()
-        names = "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"
-        words = {name: getattr(config, name) for name in (*names, "vocab_size")}
-        words["draft_vocab_size"] = min(WORDS, config.vocab_size)
-        layers = config.num_hidden_layers
-        low, high = min(2, layers - 1), max(layers - 3, 0)
-        words["eagle_aux_hidden_state_layer_ids"] = (low, layers // 2, high)
-        place = {"device": known.device, "dtype": embeddings.weight.dtype}
-        super().__init__(words, **place)
+        embeddings, device = model.get_input_embeddings(), known.device
+        super().__init__(head_config(model), device=device, dtype=embeddings.weight.dtype)
         self.requires_grad_(False)
         self.embed_tokens = embeddings
-        ids = torch.cat([text.unique(), torch.arange(len(known), device=known.device)])
-        first = torch.unique_consecutive(ids.sort(stable=True).values)
-        of_text = torch.isin(first, text)
-        kept = torch.cat([first[of_text], first[~of_text]])[: self.draft_vocab_size].sort().values
-        self.d2t.copy_(kept - torch.arange(len(kept), device=kept.device))
-        self._words = torch.zeros(len(known), dtype=torch.int64, device=known.device)
-        self._words[kept] = torch.arange(len(kept), device=kept.device)
-        self._known, self.right = known[:, 1], torch.ones((), device=known.device)
-        numbers = torch.Generator(known.device).manual_seed(0)
-        self._odds = torch.rand(NUMBERS, generator=numbers, device=known.device)
+        count = self.draft_vocab_size
+        ids = torch.arange(len(known), device=device)
+        # Words of the text, and of the others as many as there is room for.
+        in_text = torch.isin(ids, text)
+        kept = torch.cat([ids[in_text], ids[~in_text]])[:count].sort().values
+        self.d2t.copy_(kept - ids[:count])
+        self._words = torch.zeros_like(ids)
+        self._words[kept] = ids[:count]
+        self._known, self.right = known[:, 1], torch.ones((), device=device)
+        numbers = torch.Generator(device).manual_seed(0)
+        self._odds = torch.rand(NUMBERS, generator=numbers, device=device)
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, *, rows: Tensor | None = None, **where: Any
@@ -216,19 +219,19 @@ class Calls:
         """Of `models.patched`. Ways of a kind share a model. They are of so few kinds, and yet of
         several: a model keeps few large graphs of rounds."""
         kind = kind_of(name)
-        if kind not in self._made:
-            if name in RIGHT or name in TREES:
-                draft = KnownTree(self._known, TREES[name]) if name in TREES else self._draft
-                how = replace(how, patch={**(how.patch or {}), "speculate": draft})
-            model = self._model
-            if kind == HEAD:
-                model = models.twin(model)
-                head = KnownHead(model, self._known, self.want.flatten())
-                self._heads.append(head)
-                handle = attnops.hf.patch(model, **{**(how.patch or {}), "speculate": head})
-                self._made[kind] = model, handle
-            else:
-                self._made[kind] = models.patched(model, how)
+        if kind in self._made:
+            return self._made[kind]
+        draft: Any = None
+        if name in RIGHT:
+            draft = self._draft
+        elif name in TREES:
+            draft = KnownTree(self._known, TREES[name])
+        elif name in HEADS:
+            draft = KnownHead(self._model, self._known, self.want.flatten())
+            self._heads.append(draft)
+        if draft is not None:
+            how = replace(how, patch={**(how.patch or {}), "speculate": draft})
+        self._made[kind] = models.patched(self._model, how)
         return self._made[kind]
 
     def clock(self, steps: Mapping[str, Timed]) -> Times:

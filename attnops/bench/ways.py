@@ -83,6 +83,10 @@ HYBRIDS = {
     **{n: CALLS[n] for n in ("hf", "attnops", "hf_torch")},
 }
 FLEX = How(attention="flex_attention", device="cuda")
+OFTEN = 0, 80, 100
+"""Percent of the drafts that are right, in the suite `speculate`."""
+NODES = 8, 16, 32, 64
+"""Of its trees."""
 NGRAM: Row = {"max_matching_ngram_size": 3}  # that of `speculate="lookup"`
 WAYS: dict[str, dict[str, How]] = {
     "decode": STEPS,
@@ -118,9 +122,9 @@ WAYS: dict[str, dict[str, How]] = {
         **{
             f"attnops_{kind}_{often}": How({}, device="cuda")
             for kind in ("right", "eagle3")
-            for often in (0, 80, 100)
+            for often in OFTEN
         },
-        **{f"attnops_tree_{nodes}": How({}, device="cuda") for nodes in (8, 16, 32, 64)},
+        **{f"attnops_tree_{nodes}": How({}, device="cuda") for nodes in NODES},
         "hf": How(asked=True),
         "hf_lookup": How(given={**NGRAM, LOOKUP: 7}, asked=True),
     },
