@@ -149,6 +149,17 @@ def test_no_other_thread_looks_at_layers_that_are_read(monkeypatch):
     assert free and not any(free)
 
 
+def test_forwards_that_are_read_stay_those_of_the_instance():
+    """As accelerate's. What another thread computes is not read."""
+    layer, given = torch.nn.Identity(), torch.ones(2)
+    own = layer.forward = torch.neg
+    with hidden._heard([layer]) as found, ThreadPoolExecutor(1) as pool:
+        pool.submit(layer, given).result()
+        assert not found
+        layer(given)
+    assert torch.equal(found[layer], -given) and layer.forward is own
+
+
 LAYERS: dict[str, dict[str, int]] = {"gemma3": {}}
 
 
@@ -218,12 +229,19 @@ def test_what_a_head_reads_is_replaced(proposed):
     def words():
         head.d2t = head.d2t + 1
 
+    def embeddings():
+        fresh = copy.deepcopy(model.get_input_embeddings())
+        fresh.weight.data.neg_()
+        for each in (model, ours):
+            each.set_input_embeddings(fresh)
+
     def layers():
         for each in (model, ours):
             each.model.layers[1] = copy.deepcopy(each.model.layers[1])
 
-    for replace in (weights, words, layers):
+    for replace in (weights, words, embeddings, layers):
         replace()
+        want = model.generate(**given)
         proposed.clear()
         assert torch.equal(ours.generate(**given), want)
         check(model, head, given, want, proposed)
@@ -246,6 +264,12 @@ def test_a_head_of_another_model(name):
     model = tiny.model("llama", num_hidden_layers=4)
     with pytest.raises(PatchError, match=told):
         attnops.patch(copy.deepcopy(model), speculate=head_of(model, **words))
+
+
+def test_a_head_of_another_dtype():
+    model = tiny.model("llama", num_hidden_layers=4)
+    with pytest.raises(PatchError, match=r"it is torch\.float16 on cpu, and Llama"):
+        attnops.patch(copy.deepcopy(model), speculate=head_of(model).half())
 
 
 def test_a_folder(tmp_path):

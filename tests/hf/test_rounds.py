@@ -173,9 +173,10 @@ def test_a_cache_with_tokens_that_the_text_leaves_out(drafts, room, told):
     assert told in handle.took.rounds
 
 
-def test_no_position_is_behind_the_text(monkeypatch):
+@pytest.mark.parametrize("drafts", [Oracle, Branches])
+def test_no_position_is_behind_the_text(monkeypatch, drafts):
     """A model with learned positions may have no more."""
-    model, draft = tiny.model("llama"), Oracle(7, wrong=0)
+    model, draft = tiny.model("llama"), drafts(7, wrong=0)
     ours, handle = patched(model, draft)
     own, positions = decode.Decoder.try_step, []
 
@@ -187,7 +188,7 @@ def test_no_position_is_behind_the_text(monkeypatch):
     given = {**asked(1), "max_new_tokens": 12}
     draft.texts = want = model.generate(**given)
     assert torch.equal(ours.generate(**given), want)
-    assert worth(handle) > 3 and max(positions) == 9 + 12 - 2
+    assert worth(handle) > 2 and max(positions) == 9 + 12 - 2
 
 
 @pytest.mark.parametrize("drafts", [Oracle, Branches])
