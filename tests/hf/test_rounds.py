@@ -193,18 +193,21 @@ def test_no_position_is_behind_the_text(monkeypatch, drafts):
 
 @pytest.mark.parametrize("drafts", [Oracle, Branches])
 def test_a_cache_that_the_caller_keeps(drafts):
-    """It counts the tokens that were kept alone, and the next turn goes on with it."""
+    """It counts the tokens that were kept alone, and its padding. The next turn goes on with it."""
     model, draft = tiny.model("llama"), drafts()
     ours = copy.deepcopy(model)
     handle = attnops.patch(ours, cache="paged", decode=auto(compile_after=None), speculate=draft)
     given = {**asked(1), "max_new_tokens": 12, "return_dict_in_generate": True}
+    given["attention_mask"][:, :2] = 0
     want = model.generate(**given)
     draft.texts = torch.cat([want.sequences, want.sequences], 1)
     got = ours.generate(**given, **named(handle.new_cache(1, 64)))
     assert torch.equal(got.sequences, want.sequences) and worth(handle) > 1.7
     assert int(cache_of(got).get_seq_length()) == want.past_key_values.get_seq_length()
     turn = torch.cat([want.sequences, torch.tensor([[7, 8, 9]])], 1)
-    more = {**given, "input_ids": turn, "attention_mask": torch.ones_like(turn)}
+    mask = torch.ones_like(turn)
+    mask[:, :2] = 0
+    more = {**given, "input_ids": turn, "attention_mask": mask}
     again = model.generate(**more, **named(cache_of(want)))
     found = ours.generate(**more, **named(cache_of(got)))
     assert torch.equal(found.sequences, again.sequences)
@@ -313,6 +316,9 @@ def test_a_draft_is_asked_where_its_tokens_are_verified(kind):
     assert torch.equal(ours.generate(**given), want)
     assert least <= len(missed) <= most and max(missed) == (0 if least == 198 else PROBE - 1)
     assert tokens <= worth(handle) < tokens + 1
+    missed.clear()
+    ours.generate(**{**given, "max_new_tokens": 4})
+    assert missed[0] == 0  # a call before does not count
 
 
 def test_a_model_without_graphs_says_that_nothing_was_drafted():
