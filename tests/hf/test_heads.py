@@ -181,6 +181,21 @@ def test_what_a_head_drafts(kind, proposed):
     assert worth(handle) > 1.3
 
 
+def test_a_prompt_in_chunks(proposed, monkeypatch):
+    """Of which the last one has no token of some rows."""
+    monkeypatch.setattr(prompt, "CHUNK", 12)
+    model = tiny.model("llama", num_hidden_layers=4)
+    head = head_of(model)
+    ours, _ = patched(model, head)
+    given = {**asked(3), "max_new_tokens": 8}
+    given["attention_mask"][2, :7] = 0
+    want = model.generate(**given)
+    for _ in range(2):
+        proposed.clear()
+        assert torch.equal(ours.generate(**given), want)
+        check(model, head, given, want, proposed)
+
+
 def test_a_head_that_has_not_read_the_turns_before(proposed):
     """It reads the tokens of a call, from wherever the cache of the caller ends."""
     model = tiny.model("llama", num_hidden_layers=4)
