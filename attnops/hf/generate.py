@@ -70,7 +70,7 @@ def _early(
     several processes, where collectives of a prompt in vain would meet those of another step."""
     follows = is_stock(generation.owner, "generate") and not several_processes()
     asked = asked_of(args, kwargs) if follows else None
-    # A draft head reads the states of a prompt, of which one that starts early keeps none.
+    # A prompt that starts early keeps no hidden states, and a draft head reads them.
     if paged is None or asked is None or paged.loop.head is not None:
         yield
         return

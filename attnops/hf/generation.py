@@ -151,7 +151,7 @@ def on_host(mask: Tensor) -> Tensor:
     return read
 
 
-def note_read(hidden: list[Any]) -> None:
+def note_hidden(hidden: list[Any]) -> None:
     """Hand on the hidden states of a prompt, or of a part of it."""
     running = running_generation()
     if running is not None and running.hidden is not None:

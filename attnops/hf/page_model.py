@@ -16,7 +16,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any, cast
 
@@ -134,7 +133,7 @@ class PagedMode:
             self.decode = checked(decode, owner, device, self.states, self.latents)
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
-        self.loop = Loop(decode.speculate)
+        self.loop = Loop(decode.speculate, decode.pack)
         self.early = EarlyPrompts()
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
@@ -197,8 +196,9 @@ class PagedMode:
                 self._decoder = Decoder(
                     self._owner,
                     self.decode,
-                    *self.loop.reading(self._owner, self._forward.original),
+                    self._forward.original,
                     functools.partial(self._over, filled=True),
+                    self.loop.reads(self._owner),
                 )
             return self._decoder
 
@@ -262,11 +262,9 @@ class PagedMode:
         if compiled:
             # A trace of Dynamo may leave cycles of objects behind, which hold the layers' weights.
             gc.collect()
+        self.loop.undo()
         if self.packed is not None:
-            # Groups that were contiguous before are not ours.
-            replace(
-                self.packed, groups=tuple(group for group in self.packed.groups if group.moved)
-            ).unpack()
+            self.packed.undo()
             self.packed = None
 
     def new_cache(self, rows: int, length: int, page_size: int | None = None) -> PagedModelCache:

@@ -41,7 +41,7 @@ from attnops.hf.report import UNSETTLED, Report, Took, attending, notes_of, said
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.reasons import callers_choice
-from attnops.hf.steps.speculate import Speculate, taken
+from attnops.hf.steps.speculate import Speculate, resolved
 from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
@@ -502,7 +502,7 @@ def patch(
     if owner is None:
         fail(PatchError, f"patch: {type(model).__name__} holds no transformers.PreTrainedModel")
     with PATCHING:
-        how = replace(how, speculate=taken(how.speculate, owner))
+        how = replace(how, speculate=resolved(how.speculate, owner))
         return _patched(model, owner, asked, how)
 
 

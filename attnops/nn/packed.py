@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, product
 from typing import Any
 
@@ -68,6 +68,10 @@ class Packed:
                 if tensor.untyped_storage().nbytes() > tensor.nbytes:
                     with torch.inference_mode(False), torch.no_grad():
                         tensor.data = tensor.data.clone()
+
+    def undo(self) -> None:
+        """Unpack what `pack_linears` has moved. Groups that were contiguous before stay."""
+        replace(self, groups=tuple(group for group in self.groups if group.moved)).unpack()
 
     def _rows(self) -> Iterator[tuple[PackedGroup, list[Tensor]]]:
         """The weights of each group, and the biases if any, of those linears that are still

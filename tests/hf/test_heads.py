@@ -16,7 +16,7 @@ from attnops.core.errors import PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import hidden, prompt, rounds
-from attnops.hf.steps.heads import states_of
+from attnops.hf.steps.heads import HeadDrafts, states_of
 from attnops.hf.steps.hidden import Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds
@@ -60,8 +60,8 @@ def proposed(monkeypatch):
 
 
 def check(model, head, given, want, proposed, skipped=0):
-    """Each draft is what the head drafts after the whole text, or after all but its first tokens,
-    which the head has not read."""
+    """Each draft is what the head drafts after the whole text, of which it has not read the first
+    tokens."""
     proposed = [(stored, tokens) for stored, tokens in proposed if (tokens >= 0).any()]
     assert len(proposed) > 3
     pad = (given["attention_mask"] == 0).sum(1)
@@ -210,8 +210,56 @@ def test_a_head_that_has_not_read_the_turns_before(proposed):
     proposed.clear()
     assert torch.equal(ours.generate(**more, **named(cache_of(got))).sequences, again.sequences)
     assert worth(handle) >= 1
-    # The last token that was chosen is not in the cache.
+    # The cache lacks the last token of a turn.
     check(model, head, more, again.sequences, proposed, skipped=want.sequences.shape[1] - 1)
+
+
+def test_states_of_a_prompt_that_runs_again(monkeypatch):
+    """Its graphs have read a part of it, and then the model's own layers run it all."""
+    own, begin, parts = prompt.Prompts._tried, HeadDrafts.begin, []
+
+    def tried(prompts, *given):
+        own(prompts, *given)
+        prompts.why = "of the test"
+
+    def begun(drafts, read, *given):
+        parts.append(len(read))
+        begin(drafts, read, *given)
+
+    monkeypatch.setattr(prompt.Prompts, "_tried", tried)
+    monkeypatch.setattr(HeadDrafts, "begin", begun)
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, _ = patched(model, head_of(model))
+    given = {**asked(1), "max_new_tokens": 6}
+    want = model.generate(**given)
+    for _ in range(3):
+        assert torch.equal(ours.generate(**given), want)
+    assert parts == [1, 1, 1]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_linears_of_a_head_are_together_until_unpatch(pack):
+    model = tiny.model("llama", num_hidden_layers=4)
+    head = head_of(model)
+    linears = head.midlayer.self_attn.q_proj, head.midlayer.self_attn.k_proj
+
+    def together():
+        first, second = (each.weight.untyped_storage().data_ptr() for each in linears)
+        return first == second
+
+    ours, how = copy.deepcopy(model), auto(compile_after=None, pack=pack)
+    handle = attnops.patch(ours, decode=how, speculate=head)
+    given = {**asked(1), "max_new_tokens": 6}
+    assert torch.equal(ours.generate(**given), model.generate(**given))
+    assert together() == pack
+    handle.unpatch()
+    assert not together()
+
+
+def test_a_model_whose_layers_have_another_name():
+    model = tiny.model("gpt2", n_layer=4)
+    with pytest.raises(PatchError, match="GPT2LMHeadModel has no list of them named layers"):
+        attnops.patch(model, speculate=head_of(model))
 
 
 def test_a_model_with_a_head_returns_what_it_did():

@@ -26,7 +26,7 @@ class Assistant:
         self.model, self.drafts = model, drafts
         self._paged = vars(model)[MARK]._paged
         self._cache: Any = None
-        self._padding = self._length = self._found = torch.empty(0)
+        self._padding = self._length = self._drafted = torch.empty(0)
 
     def begin(self, asked: Asked, room: int) -> None:
         """Read the prompt. room: tokens of a text, prompt and drafts included."""
@@ -43,9 +43,9 @@ class Assistant:
             **named(self._cache),
         )
         self._padding = self._cache.state.pages.pad[:rows].clone()
-        # The pages hold a text of this length, and those of the drafts found then that follow it.
+        # The pages hold a text of this length, and what was drafted behind it.
         self._length = torch.full_like(self._padding, ids.shape[1])
-        self._found = ids.new_full((rows, self.drafts), -1)
+        self._drafted = ids.new_full((rows, self.drafts), -1)
 
     def propose(self, state: DraftState) -> Proposal:
         """Greedy tokens. One step more than tokens, so that the pages hold all of them."""
@@ -58,15 +58,15 @@ class Assistant:
             logits = self._step(StepInputs(ids, stored[:, None], stored))
             ids, stored = logits[:, -1:].argmax(-1), stored + 1
             found.append(ids)
-        self._length, self._found = state.seq_lens.long(), torch.cat(found[:-1], 1)
-        return Proposal(self._found)
+        self._length, self._drafted = state.seq_lens.long(), torch.cat(found[:-1], 1)
+        return Proposal(self._drafted)
 
     def _catch_up(self, state: DraftState) -> None:
         """Read the tokens that each row got in the rounds without a proposal. A step has as many
         of each row; what is behind the text is read as drafts are, which others replace."""
         columns = torch.arange(self.drafts + 1, device=state.tokens.device)
         at = self._length[:, None] + columns
-        agrees = _tokens_at(state, at)[:, :-1] == self._found
+        agrees = _tokens_at(state, at)[:, :-1] == self._drafted
         held = self._length + agrees.cumprod(1).sum(1)
         for _ in range(0, state.missed, self.drafts + 1):
             held = torch.minimum(held, state.seq_lens - 1)

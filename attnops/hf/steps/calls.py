@@ -157,7 +157,7 @@ def more(given: dict[str, Any]) -> list[str]:
     return [name for name, value in given.items() if name not in KNOWN and not is_nothing(value)]
 
 
-def why_result(given: dict[str, Any], config: Any) -> Iterator[str]:
+def against_result(given: dict[str, Any], config: Any) -> Iterator[str]:
     """Each reason, in the result that a prompt of a model with this config asks for, to run the
     model's own layers."""
     if given.get("logits_to_keep") != 1:

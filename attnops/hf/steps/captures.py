@@ -356,6 +356,7 @@ class Failed(NamedTuple):
 
     @property
     def loss(self) -> not_fast.Loss:
+        """What such steps do not get."""
         return not_fast.COMPILED if self.mode == "piecewise" else not_fast.GRAPHS
 
     def __str__(self) -> str:

@@ -12,7 +12,8 @@ from attnops.hf.steps.captures import Failures, passing
 
 
 class ChoiceGraphs:
-    """Graphs of a choice of tokens: one for each number of tokens of a row that it follows.
+    """Graphs of code that follows a step: one for each argument of it, such as the number of tokens
+    of a row.
 
     failures: why there are none, so that operations are launched one by one.
     """

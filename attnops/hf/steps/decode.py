@@ -8,10 +8,11 @@ they store no token, and stay unused.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from attnops.hf import not_fast
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
-from attnops.hf.generation import after_others, look_again, note_read
+from attnops.hf.generation import after_others, look_again, note_hidden
 from attnops.hf.steps.calls import (
     Kind,
     StepInputs,
@@ -53,7 +54,7 @@ from attnops.hf.steps.captures import (
     why_steps,
 )
 from attnops.hf.steps.graphed_steps import against_graphs, graphed_steps, options_of, passes_of
-from attnops.hf.steps.hidden import Outputs
+from attnops.hf.steps.hidden import Modules, Outputs, reading
 from attnops.hf.steps.model_state import Glance, holds
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.precompile import awaits_kernels
@@ -67,8 +68,9 @@ class Decoder:
     """The graphs of one model, over each set of pages that a cache uses or that waits in the pool.
     A step waits for that of another thread.
 
-    forward: the model's own, which `decode=` replaced, `reading` what a draft head wants.
+    forward: the model's own, which `decode=` replaced, `reading` the outputs of `reads`.
     make: returns a cache over given pages, which keep their tokens.
+    reads: modules of the model that a draft head reads; None: there is no head.
     plain_steps: steps that ran without graphs, because they asked for more than logits, or because
     graphs could not be made, or not yet.
     regions: the compiled layers, for graphs over any pages; None before the first piecewise step.
@@ -92,18 +94,19 @@ class Decoder:
         model: Any,
         how: Decode,
         forward: Callable[..., Any],
-        turn: Any,
         make: Callable[[Any], PagedModelCache],
+        reads: Modules | None = None,
     ) -> None:
-        self.turn = turn
+        self.turn = threading.RLock()
+        self.forward = reading(forward, reads, self.turn)
         self.how, self.plain_steps, self.look = how, 0, True
         self.failures = Failures[Failed]()
         self.regions: Regions | None = None
-        self.prompts = Prompts(model, forward, how.inner, how.pack)
+        self.prompts = Prompts(model, self.forward, how.inner, how.pack)
         self.products: dict[Product, None] = {}
         self._code: Any = None  # that of what is compiled: `free` forgets the glance alone
         self._recorded = Recorded()  # layers of the present state, for graphs over any pages
-        self._model, self.forward, self._make = model, forward, make
+        self._model, self._make = model, make
         self.captures = Captures(how.budget_bytes)
         self._kept = Kept({}, Counter())
         # By the hash of a state, which may hold thousands of addresses. States whose graphs are
@@ -112,9 +115,8 @@ class Decoder:
         self._state: int | None = None  # the hash of the present state
         self._latest: weakref.ref[Over] | None = None
         self.last_mode = "hf"
-        self._looked: weakref.WeakSet[State] = (
-            weakref.WeakSet()
-        )  # caches that stepped since the weights were looked at
+        # Caches that stepped since the weights were looked at.
+        self._looked = weakref.WeakSet[State]()
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
         self.glance: Glance | None = None
         self.aside = self.anew = ""
@@ -177,11 +179,11 @@ class Decoder:
         if not self.failures.lasting and not self.aside:
             return ""
         with self.turn:
-            try:
+            aside = ""
+            with suppress(InvalidInput):  # weights on meta: a model without a state
                 self._see(modes_now())
-            except InvalidInput:  # weights on meta: a model without a state
-                return self.failures.lasting.get(self._kind(rows), "")
-            return self.aside or self.failures.lasting.get(self._kind(rows), "")
+                aside = self.aside
+            return aside or self.failures.lasting.get(self._kind(rows), "")
 
     def step(
         self, input_ids: Tensor, cache: PagedModelCache, position_ids: Tensor | None = None
@@ -307,7 +309,7 @@ class Decoder:
             try:
                 logits = self.prompts.run(given, *graphs)
                 self.captures.bound(*self._kept.over.values())
-                note_read(self.prompts.read)
+                note_hidden(self.prompts.read)
                 return logits
             except SideEffect as error:
                 self._set_aside(error, state)
@@ -443,7 +445,7 @@ class Decoder:
         """Take the graphs of the model's state."""
         before, self._state, self.glance = self.glance, None, None
         glance = Glance(self._model, before)
-        given = (modes, *glance.state)
+        given = modes, *glance.state
         self._state, self._modes = hash(given), modes
         self.aside = against_graphs(self._model, glance.unknown)
         if not self.aside and self._effects:

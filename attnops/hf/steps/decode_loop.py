@@ -7,7 +7,6 @@ for the host. Of the one step too many the cache forgets its tokens.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,13 +26,14 @@ from attnops.hf.steps.around import flags
 from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain, why_not_sampled
+from attnops.hf.steps.graphed_steps import passes_of
 from attnops.hf.steps.heads import addresses, modules_of
-from attnops.hf.steps.hidden import Read, reading
+from attnops.hf.steps.hidden import Modules, Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds, why_no_rounds
 from attnops.hf.steps.sampler_graph import Choice, Tail
 from attnops.hf.steps.speculate import Plan, drafting, plan_of
-from attnops.nn import Eagle3Head, pack_linears
+from attnops.nn import Eagle3Head, Packed, pack_linears
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
 # once. More, up to _MOST_SMALL, are kept while all of them hold no more than so many bytes.
@@ -43,12 +43,17 @@ _MOST_SMALL = 64
 
 
 class Loop:
-    """The loop of one model. speculate: what drafts, where a call does not say, see `patch`."""
+    """The loop of one model.
 
-    def __init__(self, speculate: Any = None) -> None:
+    speculate: what drafts, where a call does not say, see `patch`. pack: of a head, as `Decode` has
+    it.
+    """
+
+    def __init__(self, speculate: Any = None, pack: bool = True) -> None:
         self._drafts = plan_of(speculate)
-        if self.head is not None:
-            pack_linears(self.head)
+        self._packed: Packed | None = None
+        if pack and self.head is not None:
+            self._packed = pack_linears(self.head)
         self._idle: list[Tail | Round] = []  # the last used one last
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
@@ -58,11 +63,9 @@ class Loop:
         """The draft head of the model's own."""
         return None if self._drafts is None else self._drafts.form.head
 
-    def reading(self, owner: Any, forward: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-        """(the forward of the model, `reading` what the head wants; the turn of its `Decoder`)."""
-        turn = threading.RLock()
-        modules = None if self.head is None else partial(modules_of, owner, self.head)
-        return reading(forward, modules, turn), turn
+    def reads(self, owner: Any) -> Modules | None:
+        """The modules of the model whose outputs the head reads."""
+        return None if self.head is None else partial(modules_of, owner, self.head)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": [], "_device": None}
@@ -78,6 +81,12 @@ class Loop:
             self._idle.pop().graphs.reset()
         if self._device is not None:
             self._device.release()
+
+    def undo(self) -> None:
+        """Give the weights of a head memory of their own again."""
+        if self._packed is not None:
+            self._packed.undo()
+            self._packed = None
 
     def kwargs(
         self,
@@ -201,7 +210,8 @@ class Loop:
         if tail is None and choice.drafts is None:
             tail = Tail(choice, asked.processors)
         elif tail is None:
-            tail = Round(choice, asked.processors, asked.owner.get_input_embeddings())
+            embed, passes = asked.owner.get_input_embeddings(), passes_of(decoder.how, {})
+            tail = Round(choice, asked.processors, embed, passes)
         self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
         tail.capture(self._device)
         if why := tail.graphs.reason:

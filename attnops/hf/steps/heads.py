@@ -17,9 +17,8 @@ from attnops.hf.cache.described import described
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.page_sizes import Sizes
 from attnops.hf.steps.chunks import packed
-from attnops.hf.steps.graphed_steps import passes_of
+from attnops.hf.steps.graphed_steps import Passes
 from attnops.hf.steps.hidden import Read
-from attnops.hf.steps.options import Decode
 from attnops.nn import Eagle3Head
 from attnops.ops import token_rows
 from attnops.ops.pages.plan import paged_layers
@@ -61,10 +60,11 @@ def against(head: Eagle3Head, owner: Any) -> str:
     if head.embed_tokens is None and head.hidden_size != width:
         want = f"{head.hidden_size} numbers"
         return f"it has no embeddings, and wants {want} of a token where {model} has {width}"
+    if not isinstance(getattr(owner.get_decoder(), "layers", None), nn.ModuleList):
+        return f"it reads states of decoder layers, and {model} has no list of them named layers"
     if (weight.device, weight.dtype) != (embed.device, embed.dtype):
-        return (
-            f"it is {weight.dtype} on {weight.device}, and {model} {embed.dtype} on {embed.device}"
-        )
+        ours, theirs = (f"{t.dtype} on {t.device}" for t in (weight, embed))
+        return f"it is {ours}, and {model} {theirs}; want the same"
     if not all(0 <= number < layers for number in states_of(head, layers)):
         return f"it reads the states {states_of(head, layers)}, and {model} has {layers} layers"
     return ""
@@ -86,6 +86,7 @@ class HeadDrafts:
     Args:
         head: of the target.
         embed: the target's embeddings.
+        passes: over its recorded layers.
         rows, room: of its pages; positions of a row.
         queries: tokens of a row that a round verifies at most.
         waiting: rounds of one token whose states may wait.
@@ -96,10 +97,17 @@ class HeadDrafts:
     """
 
     def __init__(
-        self, head: Eagle3Head, embed: nn.Module, rows: int, room: int, queries: int, waiting: int
+        self,
+        head: Eagle3Head,
+        embed: nn.Module,
+        passes: Passes,
+        rows: int,
+        room: int,
+        queries: int,
+        waiting: int,
     ) -> None:
         self.head, self._embed, self._layer = head, embed, layer_of(head)
-        self._kinds: Kinds | None = Kinds(passes_of(Decode(), {}))
+        self._kinds: Kinds | None = Kinds(passes)
         device, self._waiting = head.fc.weight.device, waiting + queries
         sizes = Sizes(rows, room + self._waiting, (self._layer,), device, None, fixed=True)
         self.pages = ModelPages(sizes)

@@ -43,7 +43,7 @@ from attnops.hf.attention.descriptor import padding_of
 from attnops.hf.cache.names import cache_in
 from attnops.hf.cache.paged_cache import PagedModelCache, State
 from attnops.hf.models.rotations import follow_length, on_device
-from attnops.hf.steps.calls import more, why_result
+from attnops.hf.steps.calls import against_result, more
 from attnops.hf.steps.captures import FEW, Failures, Over, passing
 from attnops.hf.steps.chunk_step import ChunkStep, chunk_graphs
 from attnops.hf.steps.chunks import (
@@ -174,7 +174,7 @@ class Prompts:
             yield "it has no positions for each row"
         if not self._chooses:
             yield "the model keeps no logits of chosen tokens"
-        yield from why_result(given, self._model.config)
+        yield from against_result(given, self._model.config)
 
     def run(
         self, given: dict[str, Any], graphs: Callable[[bool], Over], recorded: bool
@@ -210,6 +210,7 @@ class Prompts:
                 state.unfinished = columns
             raise
         if logits is None:
+            self.read.clear()
             return None
         state.pages.advance(start, columns)
         state.filled, state.unfinished = True, 0

@@ -18,6 +18,7 @@ from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.graphed_steps import Passes
 from attnops.hf.steps.heads import HeadDrafts
 from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.paths import Paths
@@ -91,9 +92,13 @@ class Round:
     """
 
     def __init__(
-        self, choice: Choice, processors: Sequence[Callable[..., Any]], embed: nn.Module
+        self,
+        choice: Choice,
+        processors: Sequence[Callable[..., Any]],
+        embed: nn.Module,
+        passes: Passes = (),
     ) -> None:
-        """embed: the embeddings of the model."""
+        """embed: the embeddings of the model. passes: over the recorded layers of a head."""
         self.choice, self.form = choice, choice.drafts or Form()
         rows, most, device = choice.rows, self.form.depths[-1], choice.device
         self._far = device.type == "cuda"
@@ -119,7 +124,7 @@ class Round:
             self._offered, self._unfinished = self._news[: 2 * rows].view(2, rows)
             self._head: HeadDrafts | None = None
             if (head := self.form.head) is not None:
-                self._head = HeadDrafts(head, embed, rows, choice.room, most, PROBE)
+                self._head = HeadDrafts(head, embed, passes, rows, choice.room, most, PROBE)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
         self.paths = Paths(rows, most, device) if self.form.trees else None
         self._stream = LastStream(device, self._tensors())
@@ -217,7 +222,9 @@ class Round:
         self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
-        self.graphs.run(Kind(queries, self._way(drafts)), self._choose)
+        way = self._way(drafts)
+        self._waits = way == "waits"
+        self.graphs.run(Kind(queries, way), self._choose)
         if self.paths is not None and self.tree and queries > 1:
             self.paths.run(queries, self._move)
 
@@ -225,10 +232,9 @@ class Round:
         """Of the next choice. drafts: will its drafts be verified?"""
         if self._head is None:
             return ""
-        late, self._waits = self._waits, not drafts
-        if drafts:
-            return "late" if late else "drafts"
-        return "waits"
+        if not drafts:
+            return "waits"
+        return "late" if self._waits else "drafts"
 
     def send(self, draft: Draft | None) -> None:
         """Send the news of the choice to the host. draft: proposes tokens that are not looked up;
@@ -278,7 +284,7 @@ class Round:
         self.paths.move(self._path(queries), self.stored - counts)
 
     def _choose(self, kind: Kind) -> None:
-        queries, way = kind
+        queries = kind.queries
         target, news = self._chosen(queries), self._got(self._news, queries)
         advance_rows(
             self._drafts[:, :queries],
@@ -294,21 +300,25 @@ class Round:
             accepted=self._path(queries),
             news=news,
         )
+        self._draft(self._drafted(kind, news[:, 0]))
+
+    def _drafted(self, kind: Kind, counts: Tensor) -> Tensor:
+        """int64 `[B, K]`: what may follow the last token of each row. K is 0 where an object drafts
+        later, or nothing does. counts: int64 `[B]`, the tokens that each row has got."""
         drafts, max_ngram = self.form[:2]
-        found = self.tokens[:, :0]
-        counts = news[:, 0]
-        if self._head is not None and way == "waits":
-            self._head.wait(queries, counts, self.stored)
+        if self._head is not None and kind.way == "waits":
+            self._head.wait(kind.queries, counts, self.stored)
         elif self._head is not None:
-            late = way == "late"
-            found = self._head.propose(
-                self.tokens, counts, self.stored, queries, late=late, drafts=drafts
+            late = kind.way == "late"
+            return self._head.propose(
+                self.tokens, counts, self.stored, kind.queries, late=late, drafts=drafts
             )
         if max_ngram:
-            found, _ = lookup_drafts(
+            drafted, _ = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
             )
-        self._draft(found)
+            return drafted
+        return self.tokens[:, :0]
 
     def _chosen(self, queries: int) -> Tensor:
         """int64 `[B, N]`: the token that the model chooses after each token of the input."""
@@ -344,10 +354,10 @@ class Round:
         ways = torch.where(on_way, nodes[:, None], nodes[:, :1, None])
         return torch.cat((text[:, None].expand(-1, queries, -1), ways), 2).flatten(0, 1)
 
-    def _draft(self, found: Tensor) -> None:
-        """Make the next input: the last token of each row, and its drafts int64 `[B, K]`."""
+    def _draft(self, drafted: Tensor) -> None:
+        """Make the next input: the last token of each row, and what was drafted, int64 `[B, K]`."""
         next_inputs(
-            found,
+            drafted,
             self.tokens,
             self.seq_lens,
             self._position,

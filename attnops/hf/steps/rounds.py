@@ -154,8 +154,8 @@ class Rounds:
         self._asked, self._decoder, self._round = asked, decoder, made
         self._kept, self._read, self._cost = kept, read, cost
         self._cache = cache_in(asked.given)
-        self._rows, self._length = asked.input_ids.shape
-        self._lengths = [self._length] * self._rows
+        self._rows, length = asked.input_ids.shape
+        self._lengths = [length] * self._rows
         self.rounds = self.tokens = 0
         self._lost = ""  # why a step had no graph that verifies its drafts
 
@@ -233,7 +233,7 @@ class Rounds:
             if news.done:
                 return
             depth.note(queries, news, tree)
-            if asked is draft and made.form.head is None:
+            if looks_up or asked is not None:
                 offered = news.offered
             counts = True
 

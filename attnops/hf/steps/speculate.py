@@ -47,8 +47,8 @@ class Plan(NamedTuple):
     assistant: Any = None
 
     def cost(self, owner: Any) -> float:
-        """Of the drafts of a round, as a part of a step of the model: by the numbers that are read.
-        0.0 for lookups, and for an object, of which nothing is known."""
+        """The time of the drafts of a round, as a part of that of a step of the model, by the
+        weights that both read. 0.0 for lookups, and for an object, whose time is not known."""
         model = self.form.head if self.assistant is None else self.assistant
         if model is None:
             return 0.0
@@ -85,7 +85,7 @@ _OF_HEADS = 5
 class Drafting(NamedTuple):
     """Of a call of `generate()`.
 
-    kwargs: its arguments. Those that the plan stands for are off.
+    kwargs: its arguments. What the plan replaces is off: False or None.
     plan: how attnops drafts; None: it does not. why: the reason, "" where nothing was asked for.
     """
 
@@ -101,7 +101,7 @@ class Drafting(NamedTuple):
         return arguments
 
 
-def taken(speculate: Any, owner: Any) -> Any:
+def resolved(speculate: Any, owner: Any) -> Any:
     """The option of `patch` as the model has it: a head in place of its folder.
 
     Raises InvalidInput unless it is one, PatchError for an assistant with other words than the
