@@ -254,7 +254,7 @@ def _weights(query: nn.Module | None, key: nn.Module | None) -> _Norms | None:
 
 
 def _is_plain(module: nn.Module | None, kind: type[Module]) -> TypeGuard[Module]:
-    """Does a call of the module run the forward of this very class, and nothing else?
+    """Does a call of the module run the forward of this class itself, and nothing else?
 
     A subclass, a forward of the instance or a hook may compute something else.
     """

@@ -46,10 +46,8 @@ def addresses(head: Eagle3Head | None, owner: Any) -> tuple[int, ...]:
 
 def against(head: Eagle3Head, owner: Any) -> str:
     """Why a head cannot draft for a model; "" where it can."""
-    embed, layers = (
-        owner.get_input_embeddings().weight,
-        owner.config.get_text_config().num_hidden_layers,
-    )
+    embed = owner.get_input_embeddings().weight
+    layers = owner.config.get_text_config().num_hidden_layers
     weight, width = head.fc.weight, embed.shape[1]
     model = type(owner).__name__
     if head.vocab_size != embed.shape[0]:
@@ -182,21 +180,27 @@ class HeadDrafts:
         step has verified. late: have states waited?
         """
         self.wait(queries, counts, stored)
-        new = self._waiting if late else queries
-        rows, length = len(stored), stored - self.base
-        columns = torch.arange(new, device=texts.device)
-        at = (self._held + self._shift)[:, None] + columns + 1
-        tokens = texts.gather(1, at.clamp(max=texts.shape[1] - 1))
-        states = self._states.view(rows, self._waiting, -1)[:, :new].flatten(0, 1)
-        last = self._first[:, 0] * new + (length - self._held - 1).clamp(0, new - 1)
-        batch = described(self.pages, self._held, None, new, self._layer.q_heads)
-        token, state = self._step(tokens.flatten(), states, batch, last)
-        self._held.copy_(length)
+        length = stored - self.base
+        token, state = self._read(texts, length, self._waiting if late else queries)
         found = [token]
         for batch in self.pages.steps(length, drafts - 1) if drafts > 1 else ():
             token, state = self._step(token, state, batch)
             found.append(token)
         return torch.stack(found, 1)
+
+    def _read(self, texts: Tensor, length: Tensor, new: int) -> tuple[Tensor, Tensor]:
+        """As `_step`, behind the last pair of each row: read those that wait, `new` of each row at
+        most. What is behind them is read as well, and later pairs replace it. length: int64 `[B]`,
+        pairs of each row."""
+        rows, columns = len(length), torch.arange(new, device=texts.device)
+        at = (self._held + self._shift)[:, None] + columns + 1
+        tokens = texts.gather(1, at.clamp(max=texts.shape[1] - 1))
+        states = self._states.view(rows, self._waiting, -1)[:, :new].flatten(0, 1)
+        last = self._first[:, 0] * new + (length - self._held - 1).clamp(0, new - 1)
+        batch = described(self.pages, self._held, None, new, self._layer.q_heads)
+        out = self._step(tokens.flatten(), states, batch, last)
+        self._held.copy_(length)
+        return out
 
     def _step(
         self, tokens: Tensor, hidden: Tensor, batch: PagedBatch, rows: Tensor | None = None
