@@ -189,7 +189,7 @@ def test_more_drafts_than_a_call_before():
     given = {**asked(2), "max_new_tokens": 24, "pad_token_id": 0}
     want = model.generate(**given)
     handle.new_cache(2, 64)  # whose pages are idle
-    sizes, counted = [], []
+    sizes, counted, owned = [], [], []
     for drafts in (0, 2, 2, 9, 3):
         more = {"prompt_lookup_num_tokens": drafts} if drafts else {}
         assert torch.equal(ours.generate(**given, **more), want)
@@ -197,9 +197,12 @@ def test_more_drafts_than_a_call_before():
         [pages] = handle._paged.pool._idle
         sizes.append(pages.states.slots)
         counted.append(pages.nbytes)
+        owned.append(len(pages.stream._tensors))
+        assert {*map(id, pages.states.written)} <= {*map(id, pages.stream._tensors)}
         poison(pages)
     assert sizes == [0, 6, 6, 20, 20]
     assert counted[0] < counted[1] == counted[2] < counted[3] == counted[4]
+    assert owned[0] < owned[1] == owned[4]
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
