@@ -17,9 +17,9 @@ def fuse_norm_pass(graph: fx.Graph | fx.GraphModule) -> tuple[NormCall, ...]:
 
     They are the norms that `fuse_norm_linear_pass` has left, such as those after attention and MLP
     (Gemma 2 and 3, OLMo 2, GLM-4), those with a gate after linear attention (Qwen3-Next), and the
-    last one of a model. Where torch's own operations are
-    the fastest kernel, as on a CPU and where a compiler fuses them, the graph does not change; a
-    deterministic policy does not take them. The policy in force is guarded.
+    last one of a model. Where torch's own operations are the fastest kernel, as on a CPU and where
+    a compiler fuses them, the graph does not change; a deterministic policy does not take them. The
+    policy in force is guarded.
 
     Args:
         graph: as `fuse_norm_linear_pass` leaves it. Changed in place.

@@ -113,7 +113,8 @@ def _take_gate(match: NormMatch, wide: torch.dtype) -> None:
     else:
         match.gate, match.last = gate, last
         match.inner |= {act, users[0], last}
-        match.inner |= {source} if source is not gate and len(source.users) == 1 else set()
+        if source is not gate and len(source.users) == 1:
+            match.inner.add(source)
 
 
 def _before_gain(node: fx.Node, found: GainedNorm) -> torch.dtype:

@@ -17,6 +17,7 @@ from tests.hf.decoding import ENDS, auto
 from tests.hf.drafting import Branches, Oracle, asked, patched, worth
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
 ONE_OF_EACH = ("qwen3_5", "bamba", "lfm2")
 
 
@@ -64,8 +65,12 @@ def test_rounds_in_bfloat16(name):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", hybrids.NAMES)
 def test_turns_of_a_chat_with_one_row(name):
-    """Each goes on with the cache of the turn before, with drafts or without."""
-    model = hybrids.model(name)
+    """Each goes on with the cache of the turn before, with drafts or without, and leaves the states
+    behind its last token."""
+    model = copy.deepcopy(hybrids.model(name))
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, 0.5)  # of prompts: next tokens have no limits
     ours = copy.deepcopy(model)
     draft, how = Oracle(5, wrong=0.35), auto(compile_after=None)
     handle = attnops.patch(ours, cache="paged", decode=how, speculate=draft)
@@ -83,6 +88,13 @@ def test_turns_of_a_chat_with_one_row(name):
         assert torch.equal(ours.generate(text, **named(cache), **given), want)
         assert (more is ngrams) == ("nothing was drafted" in handle.took.rounds)
         assert int(cache.get_seq_length()) == want.shape[1] - 1
+        for number in cache.states:
+            mine, his = cache.layers[number], twin.layers[number]
+            torch.testing.assert_close(mine.conv_states[0], his.conv_states[0], **NEAR)
+            if name != "lfm2":
+                torch.testing.assert_close(
+                    mine.recurrent_states[0], his.recurrent_states[0], **NEAR
+                )
         text = torch.cat([want, torch.tensor([[7, 8, 9]])], 1)
 
 
@@ -177,7 +189,7 @@ def test_more_drafts_than_a_call_before():
     given = {**asked(2), "max_new_tokens": 24, "pad_token_id": 0}
     want = model.generate(**given)
     handle.new_cache(2, 64)  # whose pages are idle
-    sizes, counted = [], []
+    sizes, counted, owned = [], [], []
     for drafts in (0, 2, 2, 9, 3):
         more = {"prompt_lookup_num_tokens": drafts} if drafts else {}
         assert torch.equal(ours.generate(**given, **more), want)
@@ -185,9 +197,12 @@ def test_more_drafts_than_a_call_before():
         [pages] = handle._paged.pool._idle
         sizes.append(pages.states.slots)
         counted.append(pages.nbytes)
+        owned.append(len(pages.stream._tensors))
+        assert {*map(id, pages.states.written)} <= {*map(id, pages.stream._tensors)}
         poison(pages)
     assert sizes == [0, 6, 6, 20, 20]
     assert counted[0] < counted[1] == counted[2] < counted[3] == counted[4]
+    assert owned[0] < owned[1] == owned[4]
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

@@ -269,6 +269,13 @@ LEFT = {
     "written between": (written_between, F32, [""], "writes one of its inputs in between", 0),
     "residual behind a write": (residual_is_late, F32, ["norm"], "residual: add_ writes", 1),
     "gate is read": (gate_is_read, F32, ["norm"], "gate: act is written or read beside it", 1),
+    "gate is written": (
+        lambda m, x, r: llama(m, x) * nn.functional.silu(r, inplace=True),
+        F32,
+        ["norm"],
+        "gate: silu is written or read beside it",
+        1,
+    ),
     "gate behind a write": (gate_is_late, F32, ["norm"], "gate: add_ writes", 1),
     "gate of few bits": (
         lambda m, x, r: gated(m, x, r, BF16),

@@ -95,3 +95,10 @@ def test_a_leaf_is_not_written(field):
     with pytest.raises(InvalidInput, match=f"{field}: got a leaf that requires grad"):
         ops.causal_conv1d(x, torch.ones(2, 3), cu_seqlens_q=starts, max_seqlen_q=3, **written)
     assert not any(t.any() for t in written.values())
+
+
+def test_no_token_is_taken_back_in_training():
+    x, starts = torch.ones(3, 2, requires_grad=True), torch.tensor([0, 3], dtype=torch.int32)
+    kept = {"kept_x": torch.zeros(1, 3, 2), "accepted": torch.zeros(1, 2, dtype=torch.int32)}
+    with pytest.raises(InvalidInput, match="accepted: got a tensor, want None, where a gradient"):
+        ops.causal_conv1d(x, torch.ones(2, 3), torch.zeros(1, 2, 2), starts, max_seqlen_q=3, **kept)

@@ -61,7 +61,7 @@ def _rule(own: Function, view: Any = None) -> Function:
         state = state_of(view, initial_state, value, count_of(rows, texts), heads, dk, dv)
         kept = kept_of(view)
         if kept:
-            # transformers gives each value head a key of its own. The others are equal.
+            # transformers repeats a key for each of its value heads. One of them is kept.
             group = key.shape[2] // kept["kept_key"].shape[2]
             query, key = query[:, :, ::group], key[:, :, ::group]
         output = gated_delta_rule(

@@ -86,8 +86,8 @@ def requests_of(
 
 
 def kept_of(view: Any, conv: bool = False) -> dict[str, Any]:
-    """Arguments of an op for tokens that may be taken back; none where none may be. view: as
-    `requests_of` has it. conv: of the convolution."""
+    """Arguments of an op for tokens that may be taken back; {} where none may be. view: as
+    `requests_of` has it. conv: is it the convolution?"""
     if view is None or view.states.kept is None:
         return {}
     kept: Kept = view.states.kept

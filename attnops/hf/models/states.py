@@ -78,36 +78,39 @@ class AllStates:
 
     def __init__(self, sizes: Sequence[StateSizes], rows: int, device: torch.device) -> None:
         self._rows, self._device = rows, device
-        found, self.tensors = self._stacked(
+        layers, self.tensors = self._stacked(
             [((e.conv, e.conv_dtype), (e.state, e.state_dtype)) for e in sizes]
         )
-        self.layers = tuple(States(conv, state) for conv, state in found)
+        self.layers = tuple(States(conv, state) for conv, state in layers)
         self.kept: tuple[Kept, ...] = ()
         self.written = self.tensors
         self.slots = 0
 
     @property
     def nbytes(self) -> int:
-        """Of these, and of what is kept."""
+        """Bytes of the states, and of what is kept."""
         return sum(t.nbytes for t in self.written)
 
     def keep(self, names: Sequence[Sequence[str]], sizes: Sequence[Memory], slots: int) -> None:
-        """Keep the inputs of tokens from now on. sizes: of each layer those of one token, of its
-        convolution and of the arguments of its names. slots: R, twice the tokens of a step at
-        least."""
+        """Keep the inputs of tokens from now on.
+
+        names: of each layer, the arguments that keep the inputs of its other op. sizes: of each
+        layer, of one token: the input of the convolution, and these in turn. slots: R, at least
+        twice the tokens of a step.
+        """
         by_slot = [tuple((torch.Size((slots, *n)), dtype) for n, dtype in each) for each in sizes]
-        found, tensors = self._stacked(by_slot)
+        layers, tensors = self._stacked(by_slot)
         accepted = torch.zeros(self._rows + 1, 2, dtype=torch.int32, device=self._device)
         self.behind = torch.zeros(self._rows + 1, dtype=torch.int64, device=self._device)
         self.kept = tuple(
             Kept(conv, dict(zip(of, inputs, strict=True)), accepted)
-            for of, (conv, *inputs) in zip(names, found, strict=True)
+            for of, (conv, *inputs) in zip(names, layers, strict=True)
         )
         self.written = *self.tensors, *tensors, accepted, self.behind
         self.slots = slots
 
     def _stacked(self, sizes: Sequence[Memory]) -> tuple[list[tuple[Tensor, ...]], Tensors]:
-        """(the tensors `[rows + 1, ...]` of each layer, those of equal layers as one)."""
+        """(the tensors `[rows + 1, ...]` of each layer, all tensors with equal layers in one)."""
         rows, device = self._rows + 1, self._device
         whole = {
             each: [torch.zeros(count, rows, *n, dtype=dtype, device=device) for n, dtype in each]
@@ -128,24 +131,26 @@ class AllStates:
         return States(conv[:rows].detach(), state[:rows].detach(), kept)
 
     def begin(self, lengths: Tensor) -> None:
-        """The states have read so many tokens of each row, int64 `[B]`, and nothing is kept."""
+        """Note that the states have read `lengths` tokens of each row, int64 `[B]`, and that no
+        token is kept."""
         self.behind[: len(lengths)].copy_(lengths)
 
     def accept(self, lengths: Tensor, real: Tensor) -> None:
-        """Begin a step behind so many tokens of each row, int64 `[B]`: those that the states have
-        not read are accepted. real: bool `[B]`, is the row stored?"""
+        """Begin a step behind `lengths` tokens of each row, int64 `[B]`: those of them that the
+        states have not read are accepted. real: bool `[B]`, is the row stored?"""
         if not self.kept:
             return
         rows = lengths.shape[0]
         behind = self.behind.narrow(0, 0, rows)
         count = torch.where(real, lengths - behind, 0)
-        found = torch.stack([behind % self.slots, count], 1)
-        self.kept[0].accepted.narrow(0, 0, rows).copy_(found)
+        first = behind % self.slots
+        # All layers share this tensor.
+        self.kept[0].accepted.narrow(0, 0, rows).copy_(torch.stack([first, count], 1))
         behind.copy_(torch.where(real, lengths, behind))
 
 
 class Requests(NamedTuple):
-    """As many tokens of each row, as a batch has them."""
+    """Requests of equally many tokens, as a batch names them."""
 
     cu_seqlens_q: Tensor
     max_seqlen_q: int
@@ -236,7 +241,7 @@ class StepsOfStates:
     begun: the layers with states that have begun the step under way, and `PAGES` once the last one
         with pages has ended it. They stay when a layer raises.
     rows: of the last step.
-    verified: `start` of a step that verifies drafts.
+    verified: `start` of the last step that verifies drafts.
     """
 
     pages: Any
@@ -305,8 +310,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self._owner.end_part(self._number)
 
     def verified(self, tokens: int) -> Verified | None:
-        """This layer's part of a step of so many tokens of a row that verifies drafts; None: it
-        does not."""
+        """This layer's part of a step of `tokens` tokens a row; None if it verifies no drafts."""
         if not self._owner.verifies:
             return None
         states = self._owner.pages.states.of(self._place, self.rows, keeps=True)
@@ -316,8 +320,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def _states(self) -> States:
-        found: States = self._owner.pages.states.of(self._place, self.rows, keeps=False)
-        return found
+        own: States = self._owner.pages.states.of(self._place, self.rows, keeps=False)
+        return own
 
     @property
     def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]

@@ -42,8 +42,8 @@ def why_not(model: nn.Module, cache: Any) -> Iterator[str]:
 
 
 def begin(model: nn.Module, cache: Any, tokens: int, lengths: Tensor) -> bool:
-    """Begin to keep the tokens of steps that verify up to so many of a row. Returns whether memory
-    for fewer, which graphs may hold, is gone.
+    """Begin to keep the tokens of steps that verify up to `tokens` of a row. Returns whether memory
+    is gone that graphs may hold: there was some for fewer tokens.
 
     lengths: int64 `[B]`, the tokens of each row that the states have read.
     """
@@ -79,34 +79,34 @@ def _memory(module: nn.Module, op: str, sizes: StateSizes) -> Memory:
 
 
 def settle(model: nn.Module, cache: Any, lengths: Tensor) -> None:
-    """Let the states of the first rows go on to so many tokens, int64 `[B]`: over those that were
+    """Let the states of the first rows go on to `lengths` tokens, int64 `[B]`: over those that were
     accepted since the last step."""
     states, rows = cache.state.pages.states, lengths.shape[0]
     states.accept(lengths, torch.ones_like(lengths, dtype=torch.bool))
     starts = torch.zeros(rows + 1, dtype=torch.int32, device=lengths.device)
-    none: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 0, "padded": False}
+    no_tokens: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 0, "padded": False}
     taken = modules_with_states(model)
     for number, place in cache.states.items():
         module, op = taken[number]
         own: Any = states.of(place, rows, keeps=True)
         weight = conv_of(module).weight[:, 0].to(own.conv.dtype)
         given = own.kept.of_conv()
-        causal_conv1d(given["kept_x"][0, :0], weight, own.conv, **given, **none)
+        causal_conv1d(given["kept_x"][0, :0], weight, own.conv, **given, **no_tokens)
         if op:
-            _SETTLES[op](module, own, none)
+            _SETTLES[op](module, own, no_tokens)
 
 
-def _settle_rule(module: Any, own: Any, none: dict[str, Any]) -> None:
+def _settle_rule(module: Any, own: Any, no_tokens: dict[str, Any]) -> None:
     given = own.kept.of_op()
     key, value, decay, beta = (given[name][0, :0] for name in NAMES["gated_delta_rule"])
-    gated_delta_rule(key, key, value, decay, beta, own.state, normalize=True, **given, **none)
+    gated_delta_rule(key, key, value, decay, beta, own.state, normalize=True, **given, **no_tokens)
 
 
-def _settle_scan(module: Any, own: Any, none: dict[str, Any]) -> None:
+def _settle_scan(module: Any, own: Any, no_tokens: dict[str, Any]) -> None:
     given = own.kept.of_op()
     x, dt, b = (given[name][0, :0] for name in NAMES["mamba2_scan"])
     given |= {"dt_bias": module.dt_bias, "dt_softplus": True}
-    mamba2_scan(x, dt, -module.A_log.float().exp(), b, b, own.state, **given, **none)
+    mamba2_scan(x, dt, -module.A_log.float().exp(), b, b, own.state, **given, **no_tokens)
 
 
 _SETTLES = {"gated_delta_rule": _settle_rule, "mamba2_scan": _settle_scan}

@@ -19,7 +19,7 @@ KEPT_OF_SCANS = frozenset({*SCAN_KEEPS.values(), "accepted"})
 KEPT_OF_CONVS = frozenset({"kept_x", "accepted"})
 """Arguments of tokens that may be taken back."""
 MOST_ROWS = 128
-"""Rows of a tile of the state, of which there is one for each number of a key."""
+"""Rows of a tile of the state, at most. A state has one row for each number of a key."""
 TILES = {"gated_delta_rule": 1, "mamba2_scan": 2}
 """Tiles that a program holds at most, by chunks."""
 CHUNK = 64

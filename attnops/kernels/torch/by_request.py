@@ -36,6 +36,24 @@ def by_request(run: Run) -> Run:
     return either
 
 
+def by_state(run: Run) -> Run:
+    """As `by_request`. The states of requests without new tokens go on over accepted ones, too."""
+    each = by_request(run)
+
+    @functools.wraps(each)
+    def either(call: Any) -> None:
+        each(call)
+        if call.accepted is None or not deterministic(call.policy):
+            return
+        starts = call.cu_seqlens_q.new_zeros(2)
+        for b in (call.cu_seqlens_q.diff() == 0).nonzero().flatten().tolist():
+            rows = {"T": slice(0, 0), "B": slice(b, b + 1)}
+            run(_part(call, rows, cu_seqlens_q=starts, max_seqlen_q=0))
+
+    vars(either)["ordinary"] = either, run
+    return either
+
+
 def by_token(run: Run) -> Run:
     """`run`, a reference body that writes its results, that takes the tokens one by one where the
     policy is deterministic.
@@ -105,7 +123,7 @@ def _part(call: Any, rows: Rows, **changes: Any) -> Any:
 
 
 def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
-    """Rows and call of every request with tokens, or whose state goes on over accepted ones."""
+    """Rows and call of every request with tokens."""
     if not hasattr(call, "cu_seqlens_q"):
         name = rows_named(
             call.spec.args[0].dims
@@ -119,9 +137,8 @@ def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
         call.cu_seqlens_q.tolist(),
         call.cu_seqlens_k.tolist() if hasattr(call, "cu_seqlens_k") else None,
     )
-    accepts = getattr(call, "accepted", None) is not None
     for b, (begin, end) in enumerate(itertools.pairwise(starts)):
-        if begin == end and not accepts:
+        if begin == end:
             continue
         rows, own = (
             {"T": slice(begin, end), "B": slice(b, b + 1)},

@@ -27,7 +27,7 @@ from attnops.kernels.shared.recurrent import (
     conv_us,
     rule_us,
 )
-from attnops.kernels.torch.by_request import by_request
+from attnops.kernels.torch.by_request import by_request, by_state
 from attnops.ops.recurrent import reference as formulas, scan_gradient_reference as of_scan
 
 if TYPE_CHECKING:
@@ -330,17 +330,11 @@ for _op, _conv, _inline in (
         )
     )
 for _op, _run, _takes, _us, _invariant in (
-    (
-        "gated_delta_rule",
-        by_request(formulas.gated_delta_rule),
-        KEPT_OF_RULES,
-        rule_cost_us,
-        ON_CPU,
-    ),
+    ("gated_delta_rule", by_state(formulas.gated_delta_rule), KEPT_OF_RULES, rule_cost_us, ON_CPU),
     ("gated_delta_rule_backward", RULE_GRADIENT, NONE, rule_cost_us, ON_CPU),
-    ("mamba2_scan", by_request(formulas.mamba2_scan), KEPT_OF_SCANS, rule_cost_us, ON_CPU),
+    ("mamba2_scan", by_state(formulas.mamba2_scan), KEPT_OF_SCANS, rule_cost_us, ON_CPU),
     ("mamba2_scan_backward", SCAN_GRADIENT, NONE, rule_cost_us, ON_CPU),
-    ("causal_conv1d", by_request(formulas.causal_conv1d), KEEPING, conv_cost_us, ON_CPU),
+    ("causal_conv1d", by_state(formulas.causal_conv1d), KEEPING, conv_cost_us, ON_CPU),
     ("causal_conv1d_backward", CONV_GRADIENT, CONV_TAKES, conv_cost_us, Invariant()),
 ):
     register(

@@ -21,7 +21,7 @@ from attnops.kernels.triton.attention import launched, own
 from attnops.measured.cost import decodes
 
 CHUNK_US, TOKEN_US, KEPT_US = 2.5, 1.3, 0.3
-"""Of a chunk, and of a token, after the one before, also where the one before is loaded early; not
+"""Of a chunk, of a token, and of a token that is loaded while the one before is worked on. Not
 measured."""
 
 

@@ -10,12 +10,12 @@ from attnops.ops.case_data import BF16, F16, F32, F64, Given, Grid, Rows, Scene,
 
 RAGGED, ONES = (3, 1, 0, 5), (1, 1, 1)
 MANY = (1, 0, *(1,) * 8)
-"""Requests of a step, of which one has no token."""
+"""The tokens of each request of a step. One has none."""
 HEADS, FULL = (2, 4, 16, 24), (1, 2, 32, 16)
 NORM, FRESH = {"normalize": True}, {"fresh": True}
 APART = {"apart": True}
 KEPT = {"R": 9, "accepted": ((7, 3), (0, 0), (2, 4), (8, 4))}
-"""The second request has nothing yet that it keeps, the third has accepted tokens alone."""
+"""The second request keeps nothing yet. The third has accepted tokens, and no new ones."""
 KEEPS: dict[str, Given] = {
     "kept": KEPT,
     "kept_whole_float16": KEPT | {"padding": None, "slack": 3, "dtype": F16},
@@ -23,7 +23,7 @@ KEEPS: dict[str, Given] = {
     "accepted_all": {"R": 10, "accepted": ((5, 5),) * 4},
     "accepted_none": {"R": 5, "accepted": ((4, 0),) * 4, "dtype": BF16},
 }
-"""Of four requests, by what they keep of tokens that may be taken back."""
+"""Calls of four requests that keep tokens."""
 COMMITTED: Given = {"R": 6, "accepted": ((4, 3), (1, 6), (5, 0)), "padding": 0}
 """Accepted tokens, and no new ones."""
 RULES: Rows = {

@@ -125,7 +125,7 @@ def causal_conv1d(
         weight: `[C, W]`. All tensors have the dtype of `x`.
         state: `[B, C, S]`, the last S inputs of each request before its first token, the newest at
             the end; 0 for what was not there. S is at least W - 1. It is changed to the last S
-            inputs after the request's last token.
+            inputs after the request's last token; with `kept_x`, after its last accepted one.
         cu_seqlens_q: int32 `[B + 1]`, starting at 0; request b owns tokens `cu[b]:cu[b + 1]`. Rows
             past `cu[B]` are padding and may hold anything; their output is 0.
         bias: `[C]`.
@@ -137,19 +137,19 @@ def causal_conv1d(
         output: `[T, C]`, to write into; allocated when None. It shares no memory with the other
             tensors.
         kept_x: `[B, R, C]`, the inputs of each request's last tokens, which may still be taken
-            back: `state` is that before them. It then goes on over the accepted ones and stays
-            there, and the new tokens are kept in their place. R slots are used in turn; the
-            accepted and the new tokens of a request are at most R together.
-        accepted: int32 `[B, 2]`, of each request the slot of its first accepted token, and how many
-            follow from there. New tokens are kept in the slots behind them.
+            back: `state` is that before them. The call first lets `state` go on over the accepted
+            ones, and then keeps the new tokens in place of the old. A request uses its R slots in
+            turn. Its accepted and new tokens are at most R together.
+        accepted: int32 `[B, 2]`, the slot of each request's first accepted token, and the number of
+            accepted tokens. The new tokens take the slots behind them.
         kernel: force a kernel by name for this call.
 
     Returns:
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract, `accepted` or a kept
-            tensor is missing beside the other, or `state` or `output` is a leaf that requires
+        InvalidInput: a shape, dtype, device or number breaks this contract, `accepted` comes
+            without `kept_x` or with a gradient, or `state` or `output` is a leaf that requires
             grad. UnknownKernel, NoKernel.
     """
     eager_cache.tensors(x=x)

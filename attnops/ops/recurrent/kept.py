@@ -24,7 +24,8 @@ ACCEPTED: Any = arg("B, 2", INT32, default=None)
 
 
 def check_kept(call: Any, sizes: Sizes) -> None:
-    """Raise InvalidInput where a part of what is kept is missing, or cannot be."""
+    """Raise InvalidInput for a part of what is kept without the rest, and for a call that cannot
+    keep its tokens."""
     names = [a.name for a in call.spec.args if a.name.startswith("kept_")]
     accepts = call.accepted is not None
     for name in names:

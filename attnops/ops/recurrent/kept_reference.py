@@ -16,11 +16,11 @@ SCAN_KEEPS = {"x": "kept_x", "dt": "kept_dt", "b": "kept_b"}
 
 
 def over_accepted(call: Any, **names: str) -> tuple[Any, Tensor, Tensor]:
-    """(the call over the tokens that are kept, and of the accepted ones what `reference.rows_of`
-    gives, `[B, R]`).
+    """(the call with the kept tokens in place of the new ones, and what `reference.rows_of` gives
+    of those that are accepted, `[B, R]`).
 
-    names: by the name of an input, what is kept of it, or of what stands for it where it is not
-    needed.
+    names: by input, the argument that keeps it. A state goes on without query or c: these may have
+    the argument of another input.
     """
     given = {name: getattr(call, kept_name) for name, kept_name in names.items()}
     slots = next(iter(given.values())).shape[1]

@@ -47,7 +47,7 @@ def heads_divide(call: Any, sizes: Sizes) -> None:
     need(heads % kv_heads == 0, place(call.spec, "Hv"), heads, want)
 
 
-def carries(call: Any, sizes: Sizes) -> None:
+def rules_of_states(call: Any, sizes: Sizes) -> None:
     """The rules of `heads_divide` and `check_kept`."""
     heads_divide(call, sizes)
     check_kept(call, sizes)
@@ -56,7 +56,7 @@ def carries(call: Any, sizes: Sizes) -> None:
 @record(
     "gated_delta_rule",
     least=LEAST,
-    rules=carries,
+    rules=rules_of_states,
     problem=MEASURES,
     counted=of_states(flops=6.0),
 )
@@ -184,7 +184,8 @@ def gated_delta_rule(
         decay: float32 `[T, Hv]`, the logarithm of what is left of the state, at most 0.
         beta: `[T, Hv]`, of any float dtype.
         state: float32 `[B, Hv, Dk, Dv]`, of each request before its first token, and changed to
-            that after its last. A request without tokens keeps it.
+            that after its last, with `kept_key` after its last accepted one. A request without such
+            tokens keeps it.
         cu_seqlens_q: int32 `[B + 1]`, starting at 0; request b owns tokens `cu[b]:cu[b + 1]`. Rows
             past `cu[B]` are padding and may hold anything; their output is 0.
         max_seqlen_q: upper bound in tokens on the requests' lengths, a host int.
@@ -196,21 +197,21 @@ def gated_delta_rule(
         output: `[T, Hv, Dv]`, to write into; allocated when None. It shares no memory with the
             other tensors.
         kept_key: `[B, R, Hk, Dk]`, the keys of each request's last tokens, which may still be taken
-            back: `state` is that before them. It then goes on over the accepted ones and stays
-            there, and the new tokens are kept in their place. R slots are used in turn; the
-            accepted and the new tokens of a request are at most R together.
+            back: `state` is that before them. The call first lets `state` go on over the accepted
+            ones, and then keeps the new tokens in place of the old. A request uses its R slots in
+            turn. Its accepted and new tokens are at most R together.
         kept_value, kept_decay, kept_beta: `[B, R, Hv, Dv]` and `[B, R, Hv]`, likewise.
-        accepted: int32 `[B, 2]`, of each request the slot of its first accepted token, and how many
-            follow from there. New tokens are kept in the slots behind them.
+        accepted: int32 `[B, 2]`, the slot of each request's first accepted token, and the number of
+            accepted tokens. The new tokens take the slots behind them.
         kernel: force a kernel by name for this call.
 
     Returns:
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract, `accepted` or a kept
-            tensor is missing beside others, or `state` or `output` is a leaf that requires grad.
-            UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract, `accepted` comes
+            without all kept tensors or with a gradient, or `state` or `output` is a leaf that
+            requires grad. UnknownKernel, NoKernel.
     """
     eager_cache.tensors(query=query, value=value)
     for field, given, dims in (("query", query, "T, Hk, Dk"), ("value", value, "T, Hv, Dv")):

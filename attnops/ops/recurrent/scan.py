@@ -15,13 +15,13 @@ from attnops.ops.recurrent import reference, scan_gradient_reference
 from attnops.ops.recurrent.counted import of_states
 from attnops.ops.recurrent.gradient import differentiable
 from attnops.ops.recurrent.kept import ACCEPTED, kept
-from attnops.ops.recurrent.record import LEAST, MEASURES, carries, heads_divide
+from attnops.ops.recurrent.record import LEAST, MEASURES, heads_divide, rules_of_states
 
 
 @record(
     "mamba2_scan",
     least=LEAST,
-    rules=carries,
+    rules=rules_of_states,
     problem=MEASURES,
     counted=of_states(flops=4.0),
 )
@@ -157,7 +157,8 @@ def mamba2_scan(
         a: float32 `[Hv]`, the rate at which the state is forgotten, at most 0.
         b, c: `[T, Hk, Dk]`, of the dtype of `x`; Hv is a multiple of Hk.
         state: float32 `[B, Hv, Dv, Dk]`, of each request before its first token, and changed to
-            that after its last. A request without tokens keeps it.
+            that after its last, with `kept_x` after its last accepted one. A request without such
+            tokens keeps it.
         cu_seqlens_q: int32 `[B + 1]`, starting at 0; request b owns tokens `cu[b]:cu[b + 1]`. Rows
             past `cu[B]` are padding and may hold anything; their output is 0.
         d: `[Hv]`, of any float dtype; None adds no x to the output.
@@ -172,21 +173,21 @@ def mamba2_scan(
         output: `[T, Hv, Dv]`, to write into; allocated when None. It shares no memory with the
             other tensors.
         kept_x: `[B, R, Hv, Dv]`, x of each request's last tokens, which may still be taken back:
-            `state` is that before them. It then goes on over the accepted ones and stays there, and
-            the new tokens are kept in their place. R slots are used in turn; the accepted and the
-            new tokens of a request are at most R together.
+            `state` is that before them. The call first lets `state` go on over the accepted ones,
+            and then keeps the new tokens in place of the old. A request uses its R slots in turn.
+            Its accepted and new tokens are at most R together.
         kept_dt, kept_b: `[B, R, Hv]` and `[B, R, Hk, Dk]`, likewise.
-        accepted: int32 `[B, 2]`, of each request the slot of its first accepted token, and how many
-            follow from there. New tokens are kept in the slots behind them.
+        accepted: int32 `[B, 2]`, the slot of each request's first accepted token, and the number of
+            accepted tokens. The new tokens take the slots behind them.
         kernel: force a kernel by name for this call.
 
     Returns:
         `output`.
 
     Raises:
-        InvalidInput: a shape, dtype, device or number breaks this contract, `accepted` or a kept
-            tensor is missing beside others, or `state` or `output` is a leaf that requires grad.
-            UnknownKernel, NoKernel.
+        InvalidInput: a shape, dtype, device or number breaks this contract, `accepted` comes
+            without all kept tensors or with a gradient, or `state` or `output` is a leaf that
+            requires grad. UnknownKernel, NoKernel.
     """
     eager_cache.tensors(x=x)
     check_strided("x", x, "T, Hv, Dv")

@@ -71,11 +71,11 @@ def advance_rows(
         drafts: int64 `[B, N]`, the nodes: the `tokens` of `accept`.
         target, parents: as in `accept`.
         eos: int64 `[E]`, the tokens that end a row; E may be 0.
-        most: int64 `[1]`, the tokens that a row may have, of which L have room.
+        most: int64 `[1]`, the most tokens of a row. More than L have no room.
         tokens: int64 `[B, L]`, the texts, which are appended to.
         seq_lens: int32 `[B]`, how many tokens of a text are written, at most L. It is moved on.
         stored, position: int64 `[B]`, moved on as `seq_lens` is.
-        unfinished: int64 `[B]`, 0 of a row that has ended, which it becomes of one that ends.
+        unfinished: int64 `[B]`, 0 for a row that has ended. It becomes 0 for one that ends.
         accepted: int32 `[B, N]`, written: the accepted nodes in order, the root included, as many
             as the row gets tokens, and -1 beyond.
         news: int64 `[B, N + 1]`, written: how many tokens the row gets, these tokens, and -1
@@ -155,13 +155,11 @@ def next_inputs(
         tokens: int64 `[B, L]`, the texts. L is at least 1.
         seq_lens: int32 `[B]`, how many tokens of a text are written, 1 to L.
         position: int64 `[B]`, of the last token.
-        last_position: int64 `[B]`, the greatest that the model may be asked for. Tokens behind it
-            have it, too.
-        words: of the model, at least 1.
+        last_position: int64 `[B]`, the greatest of the model. Later positions are clamped to it.
+        words: the size of the model's vocabulary, at least 1.
         drafts: int64 `[B, N]`, written: the nodes for `advance_rows`, -1 where there is no draft. N
             is at least 1.
-        next_ids: int64 `[B, N]`, written: the nodes as words of the model; what is none is the
-            nearest.
+        next_ids: int64 `[B, N]`, written: the nodes, clamped to `[0, words - 1]`.
         positions: int64 `[B, N]`, written.
         offered: int64 `[B]`, written: how many drafts there are.
 

@@ -19,7 +19,8 @@ CONV_TOKENS, CONV_CHANNELS = 8, 64
 
 
 def _known(call: Any, *names: str) -> Any:
-    """The call as it is launched. names: tensors whose sums a deterministic policy fixes."""
+    """The call with tensors that the launch can read. names: those that a deterministic policy
+    loads in one way, see `steady`."""
     given = (
         {name: steady(getattr(call, name)) for name in names} if deterministic(call.policy) else {}
     )
