@@ -16,10 +16,11 @@ from attnops.core.errors import PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import hidden, prompt, rounds
-from attnops.hf.steps.heads import HeadDrafts, states_of
+from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.hidden import Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds
+from attnops.hf.steps.waiting import Waiting
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, words_of, worth
 
@@ -28,7 +29,7 @@ from tests.hf.drafting import asked, head_of, words_of, worth
 def chain(model, head, text, drafts, skipped=0):
     """What the head drafts after a text, from the states of the whole text."""
     states = model(text[None, :-1], output_hidden_states=True).hidden_states
-    hidden = torch.cat([states[n] for n in states_of(head, len(states) - 1)], -1)[0, skipped:]
+    hidden = torch.cat([states[n] for n in Eagle(head).states_of(len(states) - 1)], -1)[0, skipped:]
     embed, found = model.get_input_embeddings(), []
     tokens = text[1 + skipped :]
     for _ in range(drafts):
@@ -77,7 +78,7 @@ def taught(model, head, texts, steps=60):
     """The head, which has learned the next tokens of these texts int64 `[B, S]`."""
     with torch.no_grad():
         states = model(texts, output_hidden_states=True).hidden_states
-        hidden = torch.cat([states[n] for n in states_of(head, len(states) - 1)], -1)[:, :-2]
+        hidden = torch.cat([states[n] for n in Eagle(head).states_of(len(states) - 1)], -1)[:, :-2]
         embeddings = model.get_input_embeddings()(texts[:, 1:-1])
     words = texts[:, 2:]
     learned = torch.optim.Adam(head.parameters(), 0.01)
@@ -216,18 +217,18 @@ def test_a_head_that_has_not_read_the_turns_before(proposed):
 
 def test_states_of_a_prompt_that_runs_again(monkeypatch):
     """Its graphs have read a part of it, and then the model's own layers run it all."""
-    own, begin, parts = prompt.Prompts._tried, HeadDrafts.begin, []
+    own, begin, parts = prompt.Prompts._tried, Waiting.begin, []
 
     def tried(prompts, *given):
         own(prompts, *given)
         prompts.why = "of the test"
 
-    def begun(drafts, read, *given):
+    def begun(waiting, read, *given):
         parts.append(len(read))
-        begin(drafts, read, *given)
+        begin(waiting, read, *given)
 
     monkeypatch.setattr(prompt.Prompts, "_tried", tried)
-    monkeypatch.setattr(HeadDrafts, "begin", begun)
+    monkeypatch.setattr(Waiting, "begin", begun)
     model = tiny.model("llama", num_hidden_layers=4)
     ours, _ = patched(model, head_of(model))
     given = {**asked(1), "max_new_tokens": 6}

@@ -27,13 +27,13 @@ from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import FOLLOWED, Asked, fields, why_not_plain, why_not_sampled
 from attnops.hf.steps.graphed_steps import passes_of
-from attnops.hf.steps.heads import addresses, modules_of
+from attnops.hf.steps.heads import Head, addresses
 from attnops.hf.steps.hidden import Modules, Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds, why_no_rounds
 from attnops.hf.steps.sampler_graph import Choice, Tail
 from attnops.hf.steps.speculate import Plan, drafting, plan_of
-from attnops.nn import Eagle3Head, Packed, pack_linears
+from attnops.nn import Packed, pack_linears
 
 # Idle tails that are kept, the last used ones: several of one choice, where threads used them at
 # once. More, up to _MOST_SMALL, are kept while all of them hold no more than so many bytes.
@@ -53,19 +53,19 @@ class Loop:
         self._drafts = plan_of(speculate)
         self._packed: Packed | None = None
         if pack and self.head is not None:
-            self._packed = pack_linears(self.head)
+            self._packed = pack_linears(self.head.module)
         self._idle: list[Tail | Round] = []  # the last used one last
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
 
     @property
-    def head(self) -> Eagle3Head | None:
+    def head(self) -> Head | None:
         """The draft head of the model's own."""
         return None if self._drafts is None else self._drafts.form.head
 
     def reads(self, owner: Any) -> Modules | None:
         """The modules of the model whose outputs the head reads."""
-        return None if self.head is None else partial(modules_of, owner, self.head)
+        return None if self.head is None else partial(self.head.sources, owner)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": [], "_device": None}

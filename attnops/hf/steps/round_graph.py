@@ -19,11 +19,12 @@ from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.graphed_steps import Passes
-from attnops.hf.steps.heads import HeadDrafts
+from attnops.hf.steps.heads import Drafts, Head
 from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.paths import Paths
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
-from attnops.nn import Draft, DraftState, Eagle3Head
+from attnops.hf.steps.waiting import Room
+from attnops.nn import Draft, DraftState
 from attnops.ops import advance_rows, lookup_drafts, next_inputs
 
 
@@ -36,7 +37,7 @@ class Form(NamedTuple):
 
     drafts: int = 7
     max_ngram: int = 3
-    head: Eagle3Head | None = None
+    head: Head | None = None
     trees: bool = False
 
     @property
@@ -122,9 +123,10 @@ class Round:
             self._accepted = torch.zeros(rows * most, dtype=torch.int32, device=device)
             self._news = ints(rows * (3 + most))
             self._offered, self._unfinished = self._news[: 2 * rows].view(2, rows)
-            self._head: HeadDrafts | None = None
+            self._head: Drafts | None = None
             if (head := self.form.head) is not None:
-                self._head = HeadDrafts(head, embed, passes, rows, choice.room, most, PROBE)
+                room = Room(rows, choice.room, most, PROBE)
+                self._head = head.drafts(embed, passes, room)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
         self.paths = Paths(rows, most, device) if self.form.trees else None
         self._stream = LastStream(device, self._tensors())
@@ -143,13 +145,13 @@ class Round:
         steps = self._drafts, self.input, self.positions, self._lengths
         numbers = self._eos, self._pad, self._most, self._news
         trees = () if self.paths is None else self.paths.tensors
-        head = () if self._head is None else self._head.tensors
+        head = () if self._head is None else self._head.waiting.tensors
         return self._scores, *noise, self.tokens, *rows, *steps, *numbers, *trees, *head
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graphs."""
-        head = 0 if self._head is None else self._head.pages.nbytes
+        head = 0 if self._head is None else self._head.waiting.pages.nbytes
         paths = 0 if self.paths is None else self.paths.nbytes
         return head + paths + self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
 
@@ -200,7 +202,8 @@ class Round:
         if self.paths is not None:
             self.paths.take(None)
         if self._head is not None:
-            self._head.begin(read, ids, padding - (asked.columns - length), stored)
+            shift = padding - (asked.columns - length)
+            self._head.waiting.begin(read, ids, shift, stored, self._head.read)
 
     def step(self, queries: int) -> StepInputs:
         """What a step over the first so many tokens of the next input is called with."""
@@ -217,7 +220,7 @@ class Round:
         logits = out.logits
         rows, queries = self.choice.rows, logits.shape[1]
         if self._head is not None and out.hidden is not None:
-            self._head.take(out.hidden)
+            self._head.waiting.take(out.hidden)
         self._queries = queries
         self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
         if self._noise is not None:
@@ -307,12 +310,10 @@ class Round:
         later, or nothing does. counts: int64 `[B]`, the tokens that each row has got."""
         drafts, max_ngram = self.form[:2]
         if self._head is not None and kind.way == "waits":
-            self._head.wait(kind.queries, counts, self.stored)
+            self._head.waiting.wait(kind.queries, counts, self.stored)
         elif self._head is not None:
             late = kind.way == "late"
-            return self._head.propose(
-                self.tokens, counts, self.stored, kind.queries, late=late, drafts=drafts
-            )
+            return self._head.propose(self.tokens, counts, self.stored, kind.queries, late)
         if max_ngram:
             drafted, _ = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts

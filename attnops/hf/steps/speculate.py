@@ -16,8 +16,8 @@ from attnops.core.errors import InvalidInput, PatchError, fail, one_line
 from attnops.core.record import need
 from attnops.hf.cache.page_sizes import DRAFTS
 from attnops.hf.steps.assistant import Assistant
+from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.eligibility import Asked
-from attnops.hf.steps.heads import against
 from attnops.hf.steps.reasons import REPLACED
 from attnops.hf.steps.round_graph import Form
 from attnops.nn import Draft, Eagle3Head
@@ -49,9 +49,10 @@ class Plan(NamedTuple):
     def cost(self, owner: Any) -> float:
         """The time of the drafts of a round, as a part of that of a step of the model, by the
         weights that both read. 0.0 for lookups, and for an object, whose time is not known."""
-        model = self.form.head if self.assistant is None else self.assistant
-        if model is None:
+        head = self.form.head
+        if head is None and self.assistant is None:
             return 0.0
+        model = self.assistant if head is None else head.module
         # An assistant steps over its last token, too.
         steps = self.form.drafts + (self.assistant is not None)
         return steps * _numbers(model) / max(1, _numbers(owner))
@@ -78,8 +79,6 @@ def _numbers(model: nn.Module) -> int:
 
 LOOKS_UP = Plan(Form())
 _PROPOSED = Form(max_ngram=0)
-_OF_HEADS = 5
-"""Tokens that a head drafts: each one costs a step of it."""
 
 
 class Drafting(NamedTuple):
@@ -121,7 +120,7 @@ def resolved(speculate: Any, owner: Any) -> Any:
     need(whole, "speculate.num_drafts", repr(most), want)
     why = ""
     if isinstance(speculate, Eagle3Head):
-        why = against(speculate, owner)
+        why = Eagle(speculate).against(owner)
     elif not hasattr(speculate, "propose"):
         why = _other_words(owner, speculate)
     if why:
@@ -148,7 +147,8 @@ def plan_of(speculate: Any) -> Plan | None:
     if isinstance(speculate, str):
         return LOOKS_UP
     if isinstance(speculate, Eagle3Head):
-        return Plan(Form(_OF_HEADS, 0, speculate))
+        head = Eagle(speculate)
+        return Plan(Form(head.num_drafts, 0, head))
     if hasattr(speculate, "propose"):
         return Plan(Form(_num_drafts(speculate), 0, trees=True), speculate)
     return Plan(_PROPOSED, assistant=speculate)
