@@ -4,6 +4,7 @@ as one captured graph for each number of tokens."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from attnops.cache.paged import ordinary
+from attnops.core.precompile import ahead
 from attnops.core.record import need
 from attnops.graphs.cuda_graphs import Device
 from attnops.graphs.streams import LastStream
@@ -159,12 +161,19 @@ class Round:
         """Capture the graphs, before `begin`."""
         self._stream.use()
         self._device = device
+        self.graphs.capture(device, self._kinds(), self._clear, self._choose)
+
+    def begin_kernels(self) -> None:
+        """Have the kernels of its graphs begin to be compiled."""
+        with suppress(Exception), ahead():  # the capture raises it
+            for kind in self._kinds():
+                self._choose(kind)
+
+    def _kinds(self) -> list[Kind]:
         depths = self.form.depths[::-1]
         ways: tuple[Way, ...] = ("",) if self._head is None else ("drafts", "waits")
         kinds = [Kind(n, way) for n in depths for way in ways]
-        if self._head is not None:
-            kinds.append(Kind(1, "late"))
-        self.graphs.capture(device, kinds, self._clear, self._choose)
+        return kinds if self._head is None else [*kinds, Kind(1, "late")]
 
     def _clear(self) -> None:
         for each in self._tensors():
