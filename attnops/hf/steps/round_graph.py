@@ -49,12 +49,14 @@ class Form(NamedTuple):
         return tuple(sorted({1, 1 + (self.drafts + 1) // 2, 1 + self.drafts}))
 
 
-PROBE = 32
-"""Rounds without drafts before another one tries them. One that tries takes 1.1 to 2 steps, or 4
-for the largest trees of 8 rows, so that trying costs 1 to 9%."""
+PROBE, PROBE_MOST = 32, 128
+"""Rounds without drafts before another one tries them: at first, and at most, for they are twice as
+many after each try in vain. One that tries takes 1.1 to 2 steps, or 4 for the largest trees of 8
+rows, so that trying costs 1 to 3% at last. States of a head wait for the first number of rounds."""
 
-Way = Literal["", "drafts", "waits", "late"]
-"""What a head does in a choice: it drafts, lets states wait, or drafts after states have waited."""
+Way = Literal["", "drafts", "waits", "late", "reads"]
+"""What a head does in a choice: it drafts, lets states wait, drafts after states have waited, or
+reads those without a draft."""
 
 
 class Kind(NamedTuple):
@@ -136,7 +138,7 @@ class Round:
         self.graphs = ChoiceGraphs()
         self.tree = False
         self._device: Device | None = None
-        self._queries, self._waits = 1, False
+        self._queries, self._waited = 1, 0
         self._chained = False  # do states of the model follow one chain?
         self._missed = 0
 
@@ -173,7 +175,7 @@ class Round:
         depths = self.form.depths[::-1]
         ways: tuple[Way, ...] = ("",) if self._head is None else ("drafts", "waits")
         kinds = [Kind(n, way) for n in depths for way in ways]
-        return kinds if self._head is None else [*kinds, Kind(1, "late")]
+        return kinds if self._head is None else [*kinds, Kind(1, "late"), Kind(1, "reads")]
 
     def _clear(self) -> None:
         for each in self._tensors():
@@ -207,7 +209,7 @@ class Round:
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
-        self._waits = self.tree = False
+        self._waited, self.tree = 0, False
         if self.paths is not None:
             self.paths.take(None)
         if self._head is not None:
@@ -235,7 +237,7 @@ class Round:
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
         way = self._way(drafts)
-        self._waits = way == "waits"
+        self._waited = self._waited + 1 if way == "waits" else 0
         self.graphs.run(Kind(queries, way), self._choose)
         if self.paths is not None and self.tree and queries > 1:
             self.paths.run(queries, self._move)
@@ -245,8 +247,8 @@ class Round:
         if self._head is None:
             return ""
         if not drafts:
-            return "waits"
-        return "late" if self._waits else "drafts"
+            return "waits" if self._waited < PROBE - 1 else "reads"
+        return "late" if self._waited else "drafts"
 
     def send(self, draft: Draft | None) -> None:
         """Send the news of the choice to the host. draft: proposes tokens that are not looked up;
@@ -318,16 +320,25 @@ class Round:
         """int64 `[B, K]`: what may follow the last token of each row. K is 0 where an object drafts
         later, or nothing does. counts: int64 `[B]`, the tokens that each row has got."""
         drafts, max_ngram = self.form[:2]
-        if self._head is not None and kind.way == "waits":
-            self._head.waiting.wait(kind.queries, counts, self.stored)
-        elif self._head is not None:
-            late = kind.way == "late"
-            return self._head.propose(self.tokens, counts, self.stored, kind.queries, late)
+        if self._head is not None:
+            return self._of_head(self._head, kind, counts)
         if max_ngram:
             drafted, _ = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
             )
             return drafted
+        return self.tokens[:, :0]
+
+    def _of_head(self, head: Drafts, kind: Kind, counts: Tensor) -> Tensor:
+        """As `_drafted`."""
+        queries, late = kind.queries, kind.way == "late"
+        if kind.way in ("drafts", "late"):
+            return head.propose(self.tokens, counts, self.stored, queries, late)
+        if kind.way == "waits":
+            head.waiting.wait(queries, counts, self.stored)
+        else:
+            pairs = head.waiting.pairs(self.tokens, counts, self.stored, queries, late=True)
+            head.read(pairs.tokens, pairs.states, pairs.batch)
         return self.tokens[:, :0]
 
     def _chosen(self, queries: int) -> Tensor:

@@ -28,12 +28,13 @@ from attnops.hf.steps.calls import plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.hidden import Outputs, Read
-from attnops.hf.steps.round_graph import PROBE, News, Round
+from attnops.hf.steps.round_graph import PROBE, PROBE_MOST, News, Round
 from attnops.hf.steps.speculate import Plan
 from attnops.nn import Draft
 
 _FIRST, _KEPT = 0.7, 0.8
-"""How often a draft is right, before any was tried, and the weight of the rounds before in that."""
+"""How often a draft is right, before any was tried, and the most weight of the rounds before in
+that. The first ones weigh more, also those after a time without drafts."""
 
 _COST = 0.02
 """What one more token of a row adds to the time of a step, as a part of it."""
@@ -101,21 +102,24 @@ class Depth:
 
     def __init__(self, depths: tuple[int, ...], rows: int, cost: float = 0.0) -> None:
         self.depths, self._rows, self._cost = depths, rows, cost
-        self.accepted, self._idle = _FIRST, 0
-        self.tokens = inf
+        self.accepted, self.tokens = _FIRST, inf
+        self._noted = 0  # rounds with drafts, since the start or since others had none
+        self._idle, self._most_idle = 0, PROBE
 
     def note(self, queries: int, news: News, tree: bool = False) -> None:
         """Take a round of so many tokens a row into account. tree: were they one?"""
         live = [n for n in news.counts if n]
         if queries == 1 or not live:
             return
+        kept = min(_KEPT, (1 + self._noted) / (2 + self._noted))
+        self._noted += 1
         if tree:
             got = sum(live) / len(live)
-            self.tokens = got if self.tokens == inf else _KEPT * self.tokens + (1 - _KEPT) * got
+            self.tokens = got if self.tokens == inf else kept * self.tokens + (1 - kept) * got
             return
         right = sum(live) - len(live)
         tried = sum(min(n, queries - 1) for n in live)
-        self.accepted = _KEPT * self.accepted + (1 - _KEPT) * right / tried
+        self.accepted = kept * self.accepted + (1 - kept) * right / tried
 
     def next(self, offered: int, tree: bool = False) -> int:
         """Of the next round, where so many tokens are drafted at most. A tree is verified whole or
@@ -125,10 +129,14 @@ class Depth:
         depths = (1, self.depths[-1]) if tree else self.depths
         best = max(depths, key=partial(self._worth, tree))
         if best > 1:
-            self._idle = 0
+            self._idle, self._most_idle = 0, PROBE
             return best
         self._idle += 1
-        return self.depths[-1] if self._idle % PROBE == 0 else 1
+        if self._idle < self._most_idle:
+            return 1
+        self._idle, self._most_idle = 0, min(2 * self._most_idle, PROBE_MOST)
+        self._noted = 0
+        return self.depths[-1]
 
     def _worth(self, tree: bool, queries: int) -> float:
         """Tokens of a row in the time of a step of one token."""
