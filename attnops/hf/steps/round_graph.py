@@ -24,7 +24,7 @@ from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.paths import Paths
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
 from attnops.hf.steps.waiting import Room
-from attnops.nn import Draft, DraftState
+from attnops.nn import Draft, DraftState, Proposal
 from attnops.ops import advance_rows, lookup_drafts, next_inputs
 
 
@@ -303,11 +303,11 @@ class Round:
             accepted=self._path(queries),
             news=news,
         )
-        self._draft(self._drafted(kind, news[:, 0]))
+        self._draft(self._drafted(kind, news[:, 0]).tokens)
 
-    def _drafted(self, kind: Kind, counts: Tensor) -> Tensor:
-        """int64 `[B, K]`: what may follow the last token of each row. K is 0 where an object drafts
-        later, or nothing does. counts: int64 `[B]`, the tokens that each row has got."""
+    def _drafted(self, kind: Kind, counts: Tensor) -> Proposal:
+        """What may follow the last token of each row. It has no token where an object drafts later,
+        or nothing does. counts: int64 `[B]`, the tokens that each row has got."""
         drafts, max_ngram = self.form[:2]
         if self._head is not None and kind.way == "waits":
             self._head.waiting.wait(kind.queries, counts, self.stored)
@@ -318,8 +318,8 @@ class Round:
             drafted, _ = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
             )
-            return drafted
-        return self.tokens[:, :0]
+            return Proposal(drafted)
+        return Proposal(self.tokens[:, :0])
 
     def _chosen(self, queries: int) -> Tensor:
         """int64 `[B, N]`: the token that the model chooses after each token of the input."""
