@@ -32,19 +32,21 @@ class Form(NamedTuple):
     """What graphs of rounds are made for.
 
     drafts: tokens that are drafted at most. max_ngram: of the longest text that is looked up in the
-    row's own; 0: others draft. head: a draft head that does. trees: may they draft trees?
+    row's own; 0: others draft. head: a draft head that does. levels: tokens behind each other in
+    the trees that may be drafted; 0: none is. A head drafts trees alone then.
     """
 
     drafts: int = 7
     max_ngram: int = 3
     head: Head | None = None
-    trees: bool = False
+    levels: int = 0
 
     @property
     def depths(self) -> tuple[int, ...]:
         """Tokens of a row that a round may verify. The first is known. The others are no drafts,
-        half of them, or all."""
-        return tuple(sorted({1, 1 + (self.drafts + 1) // 2, 1 + self.drafts}))
+        half of them, or all; of trees alone all."""
+        half = 1 + self.drafts if self.head and self.levels else 1 + (self.drafts + 1) // 2
+        return tuple(sorted({1, half, 1 + self.drafts}))
 
 
 PROBE = 32
@@ -128,7 +130,7 @@ class Round:
                 room = Room(rows, choice.room, most, PROBE)
                 self._head = head.drafts(embed, passes, room)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
-        self.paths = Paths(rows, most, device) if self.form.trees else None
+        self.paths = Paths(rows, most, device) if self.form.levels else None
         self._stream = LastStream(device, self._tensors())
         self._arrived = torch.cuda.Event() if self._far else None
         self.graphs = ChoiceGraphs()
@@ -198,7 +200,7 @@ class Round:
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
-        self._waits = self.tree = False
+        self._waits, self.tree = False, self._head is not None and self.form.levels > 0
         if self.paths is not None:
             self.paths.take(None)
         if self._head is not None:
@@ -303,23 +305,35 @@ class Round:
             accepted=self._path(queries),
             news=news,
         )
-        self._draft(self._drafted(kind, news[:, 0]).tokens)
+        found = self._drafted(kind, news[:, 0])
+        self._draft(found.tokens)
+        if found.parents is not None:
+            self._branch(found.parents)
 
     def _drafted(self, kind: Kind, counts: Tensor) -> Proposal:
         """What may follow the last token of each row. It has no token where an object drafts later,
         or nothing does. counts: int64 `[B]`, the tokens that each row has got."""
         drafts, max_ngram = self.form[:2]
-        if self._head is not None and kind.way == "waits":
-            self._head.waiting.wait(kind.queries, counts, self.stored)
-        elif self._head is not None:
-            late = kind.way == "late"
-            return self._head.propose(self.tokens, counts, self.stored, kind.queries, late)
+        if self._head is not None:
+            head, queries = self._head, self._read(kind.queries)
+            if kind.way != "waits":
+                late = kind.way == "late"
+                return head.propose(self.tokens, counts, self.stored, queries, late)
+            head.waiting.wait(queries, counts, self.stored)
         if max_ngram:
             drafted, _ = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
             )
             return Proposal(drafted)
         return Proposal(self.tokens[:, :0])
+
+    def _read(self, queries: int) -> int:
+        """The states of each row that the head may have to read of a step of so many tokens."""
+        if self._head is None or queries == 1 or not self.form.levels:
+            return queries
+        path = self._path(queries)[:, : self.form.levels + 1]
+        self._head.waiting.follow(path)
+        return path.shape[1]
 
     def _chosen(self, queries: int) -> Tensor:
         """int64 `[B, N]`: the token that the model chooses after each token of the input."""
@@ -383,6 +397,11 @@ class Round:
         if self.paths is None or not (self.tree or parents is not None):
             return
         self.tree = parents is not None
+        self._branch(parents)
+
+    def _branch(self, parents: Tensor | None) -> None:
+        """Make the drafts of the next input a tree. parents: as of a `Proposal`."""
+        assert self.paths is not None
         self.paths.take(parents)
         at = self._position[:, None] + self.paths.depths
         self.positions.copy_(torch.minimum(at, self._last[:, None]))
