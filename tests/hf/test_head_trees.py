@@ -139,6 +139,17 @@ def test_a_head_that_is_seldom_right(proposed, monkeypatch):
     assert check(model, tree, given, want, proposed) > 8
 
 
+def test_a_tree_that_needs_more_pages_than_the_text(proposed, always):
+    """Of a text that fills its own."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    tree = DraftTree(head_of(model), 5, 4, 16)
+    ours, _ = patched(model, tree)
+    given = {**asked(1), "max_new_tokens": 54}
+    want = model.generate(**given)
+    assert torch.equal(ours.generate(**given), want)
+    assert check(model, tree, given, want, proposed[-4:]) > 1
+
+
 def test_rounds_without_graphs_draft_the_same(proposed, always, monkeypatch):
     model = tiny.model("llama", num_hidden_layers=4)
     given = {**asked(3), "max_new_tokens": 12}
