@@ -17,7 +17,8 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import decode
 from attnops.hf.steps.calls import StepInputs
-from attnops.hf.steps.round_graph import PROBE, PROBE_MOST, Kind, News, Round
+from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.round_kinds import PROBE, PROBE_MOST, Kind, News
 from attnops.hf.steps.rounds import Depth
 from attnops.hf.steps.sampler_graph import Choice
 from attnops.nn import Proposal

@@ -195,9 +195,8 @@ class Loop:
             made = _round(_choice(asked, plan, embed.weight.shape[0]), asked, decoder)
             made.begin_kernels()
             self._begun = made
-            if not plan.form.trees:
-                for queries in plan.form.depths[1:]:
-                    decoder.begin(cache.state, asked.input_ids.shape[0], queries)
+            for queries in plan.form.verified:
+                decoder.begin(cache.state, asked.input_ids.shape[0], queries)
 
     def _taken(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail | Round:
         """A tail of this choice, which no other call has meanwhile.

@@ -18,6 +18,7 @@ from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.steps.graphed_steps import Passes
 from attnops.hf.steps.waiting import Room, Waiting
+from attnops.nn import Proposal
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a module, by place and by name."""
@@ -37,8 +38,8 @@ class Drafts(Protocol):
 
     def propose(
         self, texts: Tensor, counts: Tensor, stored: Tensor, queries: int, late: bool
-    ) -> Tensor:
-        """int64 `[B, num_drafts]`: what may follow the last token of each row.
+    ) -> Proposal:
+        """`num_drafts` tokens that may follow the last one of each row.
 
         texts: int64 `[B, L]`. counts, stored, queries: as in `Waiting.wait`. late: have states
         waited?
@@ -126,10 +127,20 @@ class Steps:
         self._kinds: Kinds | None = Kinds(passes)
 
     def __call__(
-        self, tokens: Tensor, states: Tensor, batch: PagedBatch, rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        batch: PagedBatch,
+        rows: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[R, words]` and the head's states `[R, E]` at `rows`. See `Head.arguments`."""
+        """Logits `[R, words]` and the head's states `[R, E]` at `rows`. See `Head.arguments`.
+
+        mask: bool `[T, M * page_size]`, the keys that each token sees; None: those up to its own.
+        """
         args, where = self.head.arguments(tokens, states, batch, rows, self._around)
+        if mask is not None:
+            where["mask"] = mask
         with self._uncast():
             out = self._recorded(args, where)
             return out or self.head.module(*args, **where)

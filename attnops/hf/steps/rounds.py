@@ -18,8 +18,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from attnops.cache.paged import ordinary
 from attnops.core.kernel import deterministic
-from attnops.core.select import active_policy
-from attnops.hf.cache.model_pages import EMPTY
+from attnops.core.problem import Target, altered
+from attnops.core.select import active_policy, select
+from attnops.hf.cache.model_pages import EMPTY, ModelPages
 from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.models import take_back
@@ -27,17 +28,16 @@ from attnops.hf.models.rotations import follow_length
 from attnops.hf.steps.calls import plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.heads import Head
 from attnops.hf.steps.hidden import Outputs, Read
-from attnops.hf.steps.round_graph import PROBE, PROBE_MOST, News, Round
-from attnops.hf.steps.speculate import Plan
+from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.round_kinds import PROBE, PROBE_MOST, News
+from attnops.hf.steps.speculate import TOKEN, Plan
 from attnops.nn import Draft
 
 _FIRST, _KEPT = 0.7, 0.8
 """How often a draft is right, before any was tried, and the most weight of the rounds before in
 that. The first ones weigh more, also those after a time without drafts."""
-
-_COST = 0.02
-"""What one more token of a row adds to the time of a step, as a part of it."""
 
 _TREE, _NODE = 0.12, 0.006
 """What a tree adds, and in it each draft of any row: steps of 2 to 256 tokens of Llama-3-8B's shape
@@ -59,13 +59,27 @@ def why_no_rounds(
         yield "the cache has no room for drafts behind the text"
     if any(cache.state.pages.windows) and plan.form.depths[-1] > cache.state.pages.sizes.drafts:
         yield "the sliding windows of the cache have no room for so many drafts"
-    if plan.form.head is not None and not read:
-        yield "the head has not read the states of the prompt"
+    if plan.form.head is not None:
+        if not read:
+            yield "the head has not read the states of the prompt"
+        if plan.form.levels:
+            yield from why_no_trees(plan.form.head, cache.state.pages)
     if before and plan.assistant is not None:
         yield "the assistant reads the text, which leaves tokens of the cache out"
     running = running_generation()
     if running is None or running.checked is not cache.state.pages.pad or not cache.state.whole:
         yield "the mask of its prompt was not checked"
+
+
+def why_no_trees(head: Head, pages: ModelPages) -> Iterator[str]:
+    """Each reason why a head cannot attend to trees over pages like these."""
+    if pages.sizes.states:
+        yield "the head drafts trees, and layers with states follow one chain"
+    target, policy = Target.of(pages.sizes.device), active_policy()
+    for layer in head.layers:
+        tree = altered(layer, target=target, page_size=pages.page_size, mask="bool")
+        if select(tree, policy).kernel is None:
+            yield "no kernel that the policy allows attends to a tree of the head"
 
 
 def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
@@ -144,7 +158,7 @@ class Depth:
         if tree and queries > 1:
             return self.tokens / (1 + drafts + _TREE + _NODE * (queries - 1) * self._rows)
         tokens = sum(self.accepted**n for n in range(queries))
-        return tokens / (1 + drafts + _COST * (queries - 1) * max(1, self._rows / 8))
+        return tokens / (1 + drafts + TOKEN * (queries - 1) * max(1, self._rows / 8))
 
 
 class Rounds:
