@@ -136,7 +136,8 @@ class Steps:
                     out = self._kinds(self.head.module, 1, args, where)
                 except NotRegional:
                     self._kinds = None
-            return out or self.head.module(*args, **where)
+            logits, found = out or self.head.module(*args, **where)
+        return logits.flatten(0, -2), found.flatten(0, -2)
 
     def read(self, tokens: Tensor, states: Tensor, batch: PagedBatch) -> None:
         """As `Drafts.read`. It is not recorded, as steps are: prompts are of all lengths."""
