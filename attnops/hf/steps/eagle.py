@@ -33,6 +33,10 @@ class Eagle:
         return 5 if self.tree is None else self.tree.nodes - 1
 
     @property
+    def levels(self) -> int:
+        return 0 if self.tree is None else self.tree.depth
+
+    @property
     def width(self) -> int:
         return self.module.fc.in_features
 

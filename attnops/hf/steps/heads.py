@@ -52,6 +52,7 @@ class Head(Protocol):
 
     module: the weights, and one step of the head: see `Steps`.
     num_drafts: tokens that it drafts for a row in a round.
+    levels: tokens behind each other in its trees; 0: it drafts chains.
     width: numbers of the target's states of one token that it reads.
     layers: the attention of its layers.
     """
@@ -60,6 +61,8 @@ class Head(Protocol):
     def module(self) -> nn.Module: ...
     @property
     def num_drafts(self) -> int: ...
+    @property
+    def levels(self) -> int: ...
     @property
     def width(self) -> int: ...
     @property
@@ -143,7 +146,8 @@ class Steps:
             where["mask"] = mask
         with self._uncast():
             out = self._recorded(args, where)
-            return out or self.head.module(*args, **where)
+            logits, found = out or self.head.module(*args, **where)
+        return logits.flatten(0, -2), found.flatten(0, -2)
 
     def _recorded(
         self, args: tuple[Any, ...], where: dict[str, Any]
