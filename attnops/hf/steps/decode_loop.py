@@ -210,8 +210,8 @@ class Loop:
         if tail is None and choice.drafts is None:
             tail = Tail(choice, asked.processors)
         elif tail is None:
-            embed, passes = asked.owner.get_input_embeddings(), passes_of(decoder.how, {})
-            tail = Round(choice, asked.processors, embed, passes)
+            passes = passes_of(decoder.how, {})
+            tail = Round(choice, asked.processors, asked.owner, passes)
         self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
         tail.capture(self._device)
         if why := tail.graphs.reason:

@@ -11,7 +11,7 @@ from attnops.cache.batch import PagedBatch
 from attnops.core.problem import Problem
 from attnops.hf.steps.chain import ChainDrafts
 from attnops.hf.steps.graphed_steps import Passes
-from attnops.hf.steps.heads import Around, Call, Drafts, Steps
+from attnops.hf.steps.heads import Around, Call, Drafts, Steps, layers_of, weights_of, why_not
 from attnops.hf.steps.waiting import Room
 from attnops.nn import Eagle3Head
 from attnops.ops.pages.plan import paged_layers
@@ -38,33 +38,20 @@ class Eagle:
         return self.module.states or (2, layers // 2, layers - 3)
 
     def sources(self, owner: Any) -> tuple[nn.Module, ...]:
-        layers = owner.get_decoder().layers
-        numbers = self.states_of(len(layers))
-        return tuple(layers[n - 1] if n else owner.get_input_embeddings() for n in numbers)
+        return layers_of(owner, self._states(owner))
 
     def against(self, owner: Any) -> str:
-        embed = owner.get_input_embeddings().weight
-        layers = owner.config.get_text_config().num_hidden_layers
-        head, width = self.module, embed.shape[1]
-        weight, model = head.fc.weight, type(owner).__name__
-        if head.vocab_size != embed.shape[0]:
-            return f"it has {head.vocab_size} words and {model} has {embed.shape[0]}; want as many"
-        if head.target_hidden_size != width:
-            got = f"it reads states of {head.target_hidden_size} numbers"
-            return f"{got}, and those of {model} have {width}"
+        head, width = self.module, owner.get_input_embeddings().weight.shape[1]
+        states = self._states(owner)
+        if why := why_not(head, owner, head.vocab_size, head.target_hidden_size, states):
+            return why
         if head.embed_tokens is None and head.hidden_size != width:
-            want = f"{head.hidden_size} numbers"
+            want, model = f"{head.hidden_size} numbers", type(owner).__name__
             return f"it has no embeddings, and wants {want} of a token where {model} has {width}"
-        if not isinstance(getattr(owner.get_decoder(), "layers", None), nn.ModuleList):
-            got = "it reads states of decoder layers"
-            return f"{got}, and {model} has no list of them named layers"
-        if (weight.device, weight.dtype) != (embed.device, embed.dtype):
-            ours, theirs = (f"{t.dtype} on {t.device}" for t in (weight, embed))
-            return f"it is {ours}, and {model} {theirs}; want the same"
-        numbers = self.states_of(layers)
-        if not all(0 <= number < layers for number in numbers):
-            return f"it reads the states {numbers}, and {model} has {layers} layers"
         return ""
+
+    def _states(self, owner: Any) -> tuple[int, ...]:
+        return self.states_of(owner.config.get_text_config().num_hidden_layers)
 
     def arguments(
         self, tokens: Tensor, states: Tensor, batch: PagedBatch, rows: Tensor | None, around: Around
@@ -78,5 +65,8 @@ class Eagle:
     def to_target(self, words: Tensor) -> Tensor:
         return self.module.to_target(words)
 
-    def drafts(self, embed: nn.Module, passes: Passes, room: Room) -> Drafts:
-        return ChainDrafts(Steps(self, embed, passes, room))
+    def weights(self, owner: Any) -> int:
+        return self.num_drafts * weights_of(self.module)
+
+    def drafts(self, owner: Any, passes: Passes, room: Room) -> Drafts:
+        return ChainDrafts(Steps(self, owner.get_input_embeddings(), passes, room))

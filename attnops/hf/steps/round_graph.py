@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from attnops.cache.paged import ordinary
@@ -96,10 +96,10 @@ class Round:
         self,
         choice: Choice,
         processors: Sequence[Callable[..., Any]],
-        embed: nn.Module,
+        owner: Any,
         passes: Passes = (),
     ) -> None:
-        """embed: the embeddings of the model. passes: over the recorded layers of a head."""
+        """owner: the model. passes: over the recorded layers of a head."""
         self.choice, self.form = choice, choice.drafts or Form()
         rows, most, device = choice.rows, self.form.depths[-1], choice.device
         self._far = device.type == "cuda"
@@ -126,7 +126,7 @@ class Round:
             self._head: Drafts | None = None
             if (head := self.form.head) is not None:
                 room = Room(rows, choice.room, most, PROBE)
-                self._head = head.drafts(embed, passes, room)
+                self._head = head.drafts(owner, passes, room)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
         self.paths = Paths(rows, most, device) if self.form.trees else None
         self._stream = LastStream(device, self._tensors())

@@ -18,6 +18,7 @@ from attnops.hf.cache.page_sizes import DRAFTS
 from attnops.hf.steps.assistant import Assistant
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.heads import weights_of
 from attnops.hf.steps.reasons import REPLACED
 from attnops.hf.steps.round_graph import Form
 from attnops.nn import Draft, Eagle3Head
@@ -49,13 +50,14 @@ class Plan(NamedTuple):
     def cost(self, owner: Any) -> float:
         """The time of the drafts of a round, as a part of that of a step of the model, by the
         weights that both read. 0.0 for lookups, and for an object, whose time is not known."""
-        head = self.form.head
-        if head is None and self.assistant is None:
+        if self.form.head is not None:
+            read = self.form.head.weights(owner)
+        elif self.assistant is not None:
+            # It steps over its last token, too.
+            read = (1 + self.form.drafts) * weights_of(self.assistant)
+        else:
             return 0.0
-        model = self.assistant if head is None else head.module
-        # An assistant steps over its last token, too.
-        steps = self.form.drafts + (self.assistant is not None)
-        return steps * _numbers(model) / max(1, _numbers(owner))
+        return read / max(1, weights_of(owner))
 
     @contextmanager
     def drafts(self, asked: Asked) -> Iterator[Draft | None]:
@@ -69,12 +71,6 @@ class Plan(NamedTuple):
             yield found
         finally:
             found.end()
-
-
-def _numbers(model: nn.Module) -> int:
-    """Of the weights of its linears, as far as they are modules: a step reads few rows of
-    embeddings, and of experts."""
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
 
 LOOKS_UP = Plan(Form())
