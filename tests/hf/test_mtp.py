@@ -10,8 +10,8 @@ from attnops.core.errors import PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.models.experts import is_taken
+from attnops.hf.steps.heads import weights_of
 from attnops.hf.steps.round_graph import Round
-from attnops.hf.steps.speculate import _numbers
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, patched, worth
 from tests.hf.layers_ahead import layer_of, public, saved
@@ -264,4 +264,4 @@ def test_what_a_step_reads():
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     experts = model.model.layers[1].mlp.experts
     numbers = experts.gate_up_proj.numel() + experts.down_proj.numel()
-    assert _numbers(model) == linears + numbers * 2 / 8
+    assert weights_of(model) == linears + numbers * 2 / 8

@@ -271,8 +271,7 @@ def _choice(asked: Asked, plan: Plan | None, vocab: int) -> Choice:
 
 
 def _round(choice: Choice, asked: Asked, decoder: Decoder) -> Round:
-    embed, passes = asked.owner.get_input_embeddings(), passes_of(decoder.how, {})
-    return Round(choice, asked.processors, embed, passes)
+    return Round(choice, asked.processors, asked.owner, passes_of(decoder.how, {}))
 
 
 def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:

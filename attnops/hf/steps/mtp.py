@@ -23,7 +23,8 @@ from attnops.hf.cache.support import is_latent, let_through
 from attnops.hf.models.latents import dims_of
 from attnops.hf.steps.chain import ChainDrafts
 from attnops.hf.steps.graphed_steps import Passes
-from attnops.hf.steps.heads import Around, Call, Drafts, Steps
+from attnops.hf.steps.head_calls import Call
+from attnops.hf.steps.heads import Around, Drafts, Steps, weights_of
 from attnops.hf.steps.waiting import Room
 from attnops.nn import MTPLayer
 from attnops.ops.pages.plan import latent_layers, paged_layers
@@ -109,8 +110,11 @@ class Mtp:
     def to_target(self, words: Tensor) -> Tensor:
         return words
 
-    def drafts(self, embed: nn.Module, passes: Passes, room: Room) -> Drafts:
-        return ChainDrafts(Steps(self, embed, passes, room))
+    def weights(self, owner: Any) -> float:
+        return self.num_drafts * weights_of(self.module)
+
+    def drafts(self, owner: Any, passes: Passes, room: Room) -> Drafts:
+        return ChainDrafts(Steps(self, owner.get_input_embeddings(), passes, room))
 
 
 def lend(module: MTPLayer, owner: Any) -> None:

@@ -19,7 +19,7 @@ from attnops.hf.cache.page_sizes import DRAFTS
 from attnops.hf.steps.assistant import Assistant
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.eligibility import Asked
-from attnops.hf.steps.heads import Head
+from attnops.hf.steps.heads import Head, weights_of
 from attnops.hf.steps.mtp import OPTION as MTP, Mtp, lend, loaded
 from attnops.hf.steps.reasons import REPLACED
 from attnops.hf.steps.round_kinds import Form
@@ -35,13 +35,7 @@ Speculate = Literal["lookup", "mtp"] | str | PathLike[str] | nn.Module | DraftTr
 MOST_DRAFTS = 63
 """Tokens that an object may draft for a row."""
 
-TOKEN = 0.02
-"""What one more token of a row adds to the time of a step, as a part of it."""
-
 _NGRAM = "max_matching_ngram_size"
-
-_TAKEN = "num_experts_per_tok", "moe_topk", "num_experts_per_token"
-"""Names in configs of the experts that a token takes."""
 
 
 class Plan(NamedTuple):
@@ -58,16 +52,14 @@ class Plan(NamedTuple):
     def cost(self, owner: Any) -> float:
         """The time of the drafts of a round, as a part of that of a step of the model, by the
         weights that both read. 0.0 for lookups, and for an object, whose time is not known."""
-        head = self.form.head
-        if head is None and self.assistant is None:
+        if self.form.head is not None:
+            read = self.form.head.weights(owner)
+        elif self.assistant is not None:
+            # It steps over its last token, too.
+            read = (1 + self.form.drafts) * weights_of(self.assistant)
+        else:
             return 0.0
-        model = self.assistant if head is None else head.module
-        tree = head.tree if isinstance(head, Eagle) else None
-        if tree is not None:
-            steps = tree.depth * (1 + TOKEN * (tree.top_k - 1))
-        else:  # an assistant steps over its last token, too
-            steps = self.form.drafts + (self.assistant is not None)
-        return steps * _numbers(model) / max(1, _numbers(owner))
+        return read / max(1, weights_of(owner))
 
     @contextmanager
     def drafts(self, asked: Asked) -> Iterator[Draft | None]:
@@ -81,22 +73,6 @@ class Plan(NamedTuple):
             yield found
         finally:
             found.end()
-
-
-def _numbers(model: nn.Module) -> float:
-    """Of the weights that a step of one token reads: of linears, and of as many experts as a token
-    takes. It reads few rows of embeddings."""
-    modules = [*model.modules()]
-    linears = sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
-    return linears + sum(map(_of_experts, modules))
-
-
-def _of_experts(module: nn.Module) -> float:
-    """The numbers of one token's experts, where a module holds experts."""
-    config = getattr(module, "config", None)
-    taken = next((getattr(config, name) for name in _TAKEN if hasattr(config, name)), 0)
-    stacks = (p for p in module.parameters(recurse=False) if p.dim() == 3)
-    return sum(p.numel() * taken / p.shape[0] for p in stacks)
 
 
 LOOKS_UP = Plan(Form())
