@@ -1,6 +1,7 @@
 """Trees of a head in generate(): those of EAGLE-2 over the whole text, and greedy tokens are those
 of plain decoding."""
 
+import copy
 import json
 import re
 from itertools import pairwise
@@ -14,6 +15,7 @@ import attnops
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.core.problem import Target
 from attnops.hf import tiny
+from attnops.hf.cache.names import named
 from attnops.hf.steps import rounds
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eagle import Eagle
@@ -142,11 +144,11 @@ def test_a_head_that_is_seldom_right(proposed, monkeypatch):
 def test_a_tree_that_needs_more_pages_than_the_text(proposed, always):
     """Of a text that fills its own."""
     model = tiny.model("llama", num_hidden_layers=4)
-    tree = DraftTree(head_of(model), 5, 4, 16)
-    ours, _ = patched(model, tree)
-    given = {**asked(1), "max_new_tokens": 54}
-    want = model.generate(**given)
-    assert torch.equal(ours.generate(**given), want)
+    tree, ours = DraftTree(head_of(model), 5, 6, 16), copy.deepcopy(model)
+    handle = attnops.patch(ours, cache="paged", decode=auto(compile_after=None), speculate=tree)
+    given = {**asked(1), "max_new_tokens": 50}
+    want, cache = model.generate(**given), handle.new_cache(1, 63)
+    assert torch.equal(ours.generate(**given, **named(cache)), want) and worth(handle) >= 1
     assert check(model, tree, given, want, proposed[-4:]) > 1
 
 
