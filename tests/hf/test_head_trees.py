@@ -20,6 +20,7 @@ from attnops.hf.steps import rounds
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.speculate import plan_of
 from attnops.nn import DraftTree
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, patched, words_of, worth
@@ -187,6 +188,15 @@ def test_a_head_with_fewer_words_than_branches():
     tree = DraftTree(head_of(model, draft_vocab_size=4), 9, 3, 5)
     with pytest.raises(PatchError, match="the 5 likeliest of 4 words"):
         attnops.patch(model, speculate=tree)
+
+
+def test_what_a_round_is_planned_for():
+    """The root alone or whole trees, for the price of a step of the head over each level."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    head = head_of(model)
+    chain, tree = plan_of(head), plan_of(DraftTree(head, 9, 3, 3))
+    assert chain.form.depths == (1, 4, 6) and tree.form.depths == (1, 9)
+    assert tree.cost(model) == pytest.approx(chain.cost(model) / 5 * 3 * 1.04)
 
 
 def test_layers_with_states_follow_one_chain():
