@@ -57,8 +57,8 @@ DRAFTS = 7
 CYCLE = 64
 """Tokens after which a text repeats."""
 LIFT = 1e4
-"""Of the logit of a word that a head takes, above all others. Trees sum logarithms of
-probabilities, which are finite then."""
+"""Of the logit of a word that a head takes, above all others. It is finite, because trees sum up
+logarithms of probabilities."""
 LOUD = 100.0
 """Standard deviation of the embeddings. What 32 layers add to them is about a tenth of it."""
 
