@@ -6,6 +6,7 @@ from attnops.nn.attention import Attention as Attention
 from attnops.nn.drafts import (
     Draft as Draft,
     DraftState as DraftState,
+    DraftTree as DraftTree,
     Proposal as Proposal,
 )
 from attnops.nn.eagle3 import Eagle3Head as Eagle3Head

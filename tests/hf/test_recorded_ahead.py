@@ -16,6 +16,7 @@ from attnops.hf import tiny
 from attnops.hf.steps import graphed_steps
 from attnops.hf.steps.decode import Decoder
 from tests.hf.decoding import asked, first, generated
+from tests.hf.drafting import asked as drafted, head_of, patched
 from tests.ops.test_ahead import tell_ahead
 
 OPS = ("decode_attention", "paged_attention", "rotate_and_write_kv", "write_kv", "attention")
@@ -93,6 +94,22 @@ def test_kernels_begin_in_the_order_of_their_launches(events):
     assert ahead == ["write_kv", "paged_attention", "rotate_and_write_kv", "paged_attention"]
     steps = events[events.index("step") :]
     assert not set(OPS).intersection(steps)
+
+
+def test_a_head_is_recorded_before_the_prompt(events):
+    """And so are the steps that verify its drafts. Nothing is recorded twice."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, handle = patched(model, head_of(model))
+    given = {**drafted(2), "max_new_tokens": 12}
+    assert torch.equal(ours.generate(**given), model.generate(**given))
+    at = events.index("prompt")
+    # The head after steps of one, four and six tokens, after rounds without drafts, and twice of a
+    # draft, because its first state has another place.
+    assert recorded(events[:at]) == [*STEP, *["Eagle3Head"] * 6, *STEP, *STEP]
+    of_the_prompt = ["LlamaDecoderLayer"]
+    again = [event for event in recorded(events[at:]) if event not in ("prompt", "step")]
+    assert again == of_the_prompt and handle.took.decode == "breakable"
+    assert not set(OPS).intersection(events[events.index("step") :])
 
 
 def test_a_call_of_one_token_records_no_step(events):

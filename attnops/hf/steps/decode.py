@@ -351,13 +351,14 @@ class Decoder:
         passes = passes_of(self.how, self.products)
         return Kinds(passes, self._recorded, (pages.sizes, pages.forced))
 
-    def begin(self, state: State, rows: int) -> None:
-        """Record the layers of a first step, and begin to compile their kernels. Raises as it."""
+    def begin(self, state: State, rows: int, queries: int = 0) -> None:
+        """Record the layers of a first step, and begin to compile their kernels. Raises as it.
+        queries: as `StepInputs` has it."""
         with self.turn:
             self._look(state)
             look_again()
-            if not self.aside and self._mode(rows) == "breakable":
-                self._of(state, rows).begin(rows)
+            if not self.aside and self._mode(rows, queries) == "breakable":
+                self._of(state, rows, queries).begin(rows)
 
     def _prompt_graphs(self, state: State, recorded: bool, steps: bool, fresh: bool) -> Over:
         """The graphs of chunks of prompts over these pages. steps: see `Over.steps_first`. fresh:

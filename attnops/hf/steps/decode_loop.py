@@ -8,7 +8,7 @@ for the host. Of the one step too many the cache forgets its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class Loop:
         if pack and self.head is not None:
             self._packed = pack_linears(self.head.module)
         self._idle: list[Tail | Round] = []  # the last used one last
+        self._begun: Round | None = None  # its kernels are being compiled
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
 
@@ -68,7 +69,7 @@ class Loop:
         return None if self.head is None else partial(self.head.sources, owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_idle": [], "_device": None}
+        return {**self.__dict__, "_idle": [], "_begun": None, "_device": None}
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +78,7 @@ class Loop:
 
     def free(self) -> None:
         """Free the graphs, and the memory of their pool."""
+        self._begun = None
         while self._idle:
             self._idle.pop().graphs.reset()
         if self._device is not None:
@@ -154,10 +156,13 @@ class Loop:
         )
 
     def _run(self, asked: Asked, decoder: Decoder, plan: Plan | None) -> Any:
-        owner, ids, processors, _, config, _, given = asked
+        owner, config, given = asked.owner, asked.config, asked.given
         read = list[Read]()
+        if plan is not None:
+            with decoder.turn:
+                self._begin(asked, decoder, plan)
         with _read_by(plan, read):
-            out = owner._prefill(ids, config, given, is_first_iteration=True)
+            out = owner._prefill(asked.input_ids, config, given, is_first_iteration=True)
         # A copy of the last logits, so that a long prompt's others are freed.
         logits = out.logits[:, -1:].clone()
         del out
@@ -166,20 +171,8 @@ class Loop:
             plan = None
             read.clear()
             _note_rounds(f"nothing was drafted: {why}")
-        choice = Choice(
-            ids.device,
-            rows=ids.shape[0],
-            # Rounded up, so that caches of like lengths share a graph.
-            room=1 << cache_in(given).max_length.bit_length(),
-            vocab=logits.shape[-1],
-            ends=sum(tokens.numel() for tokens in asked.eos),
-            sampled=bool(config.do_sample),
-            processors=fields(processors, ids.device),
-            flags=(*flags(), *addresses(None if plan is None else plan.form.head, owner)),
-            drafts=None if plan is None else plan.form,
-        )
         with decoder.turn:
-            tail = self._taken(choice, asked, decoder)
+            tail = self._taken(_choice(asked, plan, logits.shape[-1]), asked, decoder)
         try:
             _note(tail.graphs.reason)
             with owner._optimize_model_for_decode():
@@ -193,11 +186,24 @@ class Loop:
             with decoder.turn:
                 self._put_back(tail)
 
+    def _begin(self, asked: Asked, decoder: Decoder, plan: Plan) -> None:
+        """Have the kernels of the first rounds begin to be compiled before the prompt runs."""
+        if any(isinstance(tail, Round) and tail.form == plan.form for tail in self._idle):
+            return
+        cache, embed = cache_in(asked.given), asked.owner.get_input_embeddings()
+        with suppress(Exception):  # the rounds raise it
+            made = _round(_choice(asked, plan, embed.weight.shape[0]), asked, decoder)
+            made.begin_kernels()
+            self._begun = made
+            for queries in plan.form.verified:
+                decoder.begin(cache.state, asked.input_ids.shape[0], queries)
+
     def _taken(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail | Round:
         """A tail of this choice, which no other call has meanwhile.
 
         A model that has moved has left those on its old device.
         """
+        begun, self._begun = self._begun, None
         if choice.device != self._place:
             self.free()
             self._place, self._device = choice.device, None
@@ -210,8 +216,9 @@ class Loop:
         if tail is None and choice.drafts is None:
             tail = Tail(choice, asked.processors)
         elif tail is None:
-            embed, passes = asked.owner.get_input_embeddings(), passes_of(decoder.how, {})
-            tail = Round(choice, asked.processors, embed, passes)
+            if begun is None or begun.choice != choice:
+                begun = _round(choice, asked, decoder)
+            tail = begun
         self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
         tail.capture(self._device)
         if why := tail.graphs.reason:
@@ -229,6 +236,28 @@ class Loop:
             len(self._idle) > _MOST and self.nbytes > _MOST_BYTES
         ):
             self._idle.pop(0).graphs.reset()
+
+
+def _choice(asked: Asked, plan: Plan | None, vocab: int) -> Choice:
+    """vocab: the logits of a token."""
+    device = asked.input_ids.device
+    return Choice(
+        device,
+        rows=asked.input_ids.shape[0],
+        # Rounded up, so that caches of like lengths share a graph.
+        room=1 << cache_in(asked.given).max_length.bit_length(),
+        vocab=vocab,
+        ends=sum(tokens.numel() for tokens in asked.eos),
+        sampled=bool(asked.config.do_sample),
+        processors=fields(asked.processors, device),
+        flags=(*flags(), *addresses(None if plan is None else plan.form.head, asked.owner)),
+        drafts=None if plan is None else plan.form,
+    )
+
+
+def _round(choice: Choice, asked: Asked, decoder: Decoder) -> Round:
+    embed, passes = asked.owner.get_input_embeddings(), passes_of(decoder.how, {})
+    return Round(choice, asked.processors, embed, passes)
 
 
 def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:

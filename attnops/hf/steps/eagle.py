@@ -12,17 +12,25 @@ from attnops.core.problem import Problem
 from attnops.hf.steps.chain import ChainDrafts
 from attnops.hf.steps.graphed_steps import Passes
 from attnops.hf.steps.heads import Around, Call, Drafts, Steps
+from attnops.hf.steps.tree import TreeDrafts
 from attnops.hf.steps.waiting import Room
-from attnops.nn import Eagle3Head
+from attnops.nn import DraftTree, Eagle3Head
 from attnops.ops.pages.plan import paged_layers
 
 
 @dataclass(frozen=True)
 class Eagle:
-    """See `heads.Head`. It drafts few tokens, because each one costs a step of the head."""
+    """See `heads.Head`. It drafts few tokens, because each one costs a step of the head.
+
+    tree: how it drafts trees; None: it drafts chains.
+    """
 
     module: Eagle3Head
-    num_drafts: int = 5
+    tree: DraftTree | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        return 5 if self.tree is None else self.tree.nodes - 1
 
     @property
     def width(self) -> int:
@@ -64,6 +72,9 @@ class Eagle:
         numbers = self.states_of(layers)
         if not all(0 <= number < layers for number in numbers):
             return f"it reads the states {numbers}, and {model} has {layers} layers"
+        words = head.draft_vocab_size
+        if self.tree is not None and self.tree.top_k > words:
+            return f"its trees take the {self.tree.top_k} likeliest of {words} words; want no more"
         return ""
 
     def arguments(
@@ -79,4 +90,9 @@ class Eagle:
         return self.module.to_target(words)
 
     def drafts(self, embed: nn.Module, passes: Passes, room: Room) -> Drafts:
-        return ChainDrafts(Steps(self, embed, passes, room))
+        if self.tree is None:
+            return ChainDrafts(Steps(self, embed, passes, room))
+        # What it follows is in its pages behind the text.
+        length = room.length + (self.tree.depth - 1) * self.tree.top_k
+        steps = Steps(self, embed, passes, room._replace(length=length))
+        return TreeDrafts(steps, self.tree, room.rows)

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
+from attnops.core.private_torch import FakeTensor, unset_fake_temporarily
 from attnops.core.problem import Problem
+from attnops.graphs.forms import mapped
 from attnops.graphs.kinds import Kinds
 from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.steps.graphed_steps import Passes
 from attnops.hf.steps.waiting import Room, Waiting
+from attnops.nn import Proposal
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a module, by place and by name."""
@@ -35,8 +38,8 @@ class Drafts(Protocol):
 
     def propose(
         self, texts: Tensor, counts: Tensor, stored: Tensor, queries: int, late: bool
-    ) -> Tensor:
-        """int64 `[B, num_drafts]`: what may follow the last token of each row.
+    ) -> Proposal:
+        """`num_drafts` tokens that may follow the last one of each row.
 
         texts: int64 `[B, L]`. counts, stored, queries: as in `Waiting.wait`. late: have states
         waited?
@@ -124,19 +127,37 @@ class Steps:
         self._kinds: Kinds | None = Kinds(passes)
 
     def __call__(
-        self, tokens: Tensor, states: Tensor, batch: PagedBatch, rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        batch: PagedBatch,
+        rows: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[R, words]` and the head's states `[R, E]` at `rows`. See `Head.arguments`."""
+        """Logits `[R, words]` and the head's states `[R, E]` at `rows`. See `Head.arguments`.
+
+        mask: bool `[T, M * page_size]`, the keys that each token sees; None: those up to its own.
+        """
         args, where = self.head.arguments(tokens, states, batch, rows, self._around)
-        out: tuple[Tensor, Tensor] | None = None
+        if mask is not None:
+            where["mask"] = mask
         with self._uncast():
-            if self._kinds is not None:
-                self._kinds.begin()
-                try:
-                    out = self._kinds(self.head.module, 1, args, where)
-                except NotRegional:
-                    self._kinds = None
+            out = self._recorded(args, where)
             return out or self.head.module(*args, **where)
+
+    def _recorded(
+        self, args: tuple[Any, ...], where: dict[str, Any]
+    ) -> tuple[Tensor, Tensor] | None:
+        """None: the head cannot be recorded."""
+        if self._kinds is None:
+            return None
+        self._kinds.begin()
+        try:
+            out: tuple[Tensor, Tensor] = self._called(self._kinds, args, where)
+            return out
+        except NotRegional:
+            self._kinds = None
+            return None
 
     def read(self, tokens: Tensor, states: Tensor, batch: PagedBatch) -> None:
         """As `Drafts.read`. It is not recorded, as steps are: prompts are of all lengths."""
@@ -145,7 +166,33 @@ class Steps:
         with self._uncast():
             self.head.module(*args, **where)
 
+    def _called(self, kinds: Kinds, args: tuple[Any, ...], where: dict[str, Any]) -> Any:
+        if not any(isinstance(x, FakeTensor) for x in args):
+            return kinds(self.head.module, 1, args, where)
+        # Kernels begin to be compiled (`Round.begin_kernels`). Layers are recorded of real tensors,
+        # whose numbers do not matter.
+        with unset_fake_temporarily(), kinds.way("ahead"):
+            args, where = _real((args, where))
+            return kinds(self.head.module, 1, args, where)
+
     def _uncast(self) -> AbstractContextManager[Any]:
         """The head computes in its own dtype, which its pages have, whatever autocast is on around
         the model."""
         return torch.autocast(self._device.type, enabled=False)
+
+
+def _real(call: Call) -> Call:
+    """The arguments with tensors of the forms of fake ones, which share memory as these do."""
+    memory = dict[int, Tensor]()
+
+    def real(x: Any) -> Any:
+        if not isinstance(x, FakeTensor):
+            return x
+        held = x.untyped_storage()
+        if held._cdata not in memory:
+            numbers = held.nbytes() // x.itemsize
+            memory[held._cdata] = torch.zeros(numbers, dtype=x.dtype, device=x.device)
+        return memory[held._cdata].as_strided(x.shape, x.stride(), x.storage_offset())
+
+    found: Call = mapped(call, real)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,18 +20,21 @@ from attnops.hf.steps.assistant import Assistant
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.reasons import REPLACED
-from attnops.hf.steps.round_graph import Form
-from attnops.nn import Draft, Eagle3Head
+from attnops.hf.steps.round_kinds import Form
+from attnops.nn import Draft, DraftTree, Eagle3Head
 from attnops.ops.speculation.record import LONGEST
 
 LOOKUP, ASSISTANT = "prompt_lookup_num_tokens", "assistant_model"
 """transformers' arguments of `generate()`."""
 
-Speculate = Literal["lookup"] | str | PathLike[str] | nn.Module | Draft | None
+Speculate = Literal["lookup"] | str | PathLike[str] | nn.Module | DraftTree | Draft | None
 """The option of `patch`. Another text than "lookup" is the folder of a draft head's checkpoint."""
 
 MOST_DRAFTS = 63
 """Tokens that an object may draft for a row."""
+
+TOKEN = 0.02
+"""What one more token of a row adds to the time of a step, as a part of it."""
 
 _NGRAM = "max_matching_ngram_size"
 
@@ -53,8 +57,11 @@ class Plan(NamedTuple):
         if head is None and self.assistant is None:
             return 0.0
         model = self.assistant if head is None else head.module
-        # An assistant steps over its last token, too.
-        steps = self.form.drafts + (self.assistant is not None)
+        tree = head.tree if isinstance(head, Eagle) else None
+        if tree is not None:
+            steps = tree.depth * (1 + TOKEN * (tree.top_k - 1))
+        else:  # an assistant steps over its last token, too
+            steps = self.form.drafts + (self.assistant is not None)
         return steps * _numbers(model) / max(1, _numbers(owner))
 
     @contextmanager
@@ -110,17 +117,19 @@ def resolved(speculate: Any, owner: Any) -> Any:
         return speculate
     if isinstance(speculate, (str, PathLike)) and Path(speculate).is_dir():
         speculate = _head_in(str(speculate), owner)
-    want = "None, 'lookup', the folder of a draft head, an attnops.nn.Eagle3Head, a transformers "
-    want += "model that drafts, or an object with propose(state)"
-    known = isinstance(speculate, nn.Module) or hasattr(speculate, "propose")
+    if isinstance(speculate, DraftTree) and not isinstance(speculate.head, nn.Module):
+        speculate = replace(speculate, head=_head_in(str(speculate.head), owner))
+    want = "None, 'lookup', the folder of a draft head, an attnops.nn.Eagle3Head or DraftTree, a "
+    want += "transformers model that drafts, or an object with propose(state)"
+    known = isinstance(speculate, (nn.Module, DraftTree)) or hasattr(speculate, "propose")
     need(known, "speculate", repr(speculate), want)
     most = _num_drafts(speculate)
     want = f"1 to {MOST_DRAFTS} tokens that the object drafts for a row at most"
     whole = isinstance(most, int) and 1 <= most <= MOST_DRAFTS
     need(whole, "speculate.num_drafts", repr(most), want)
     why = ""
-    if isinstance(speculate, Eagle3Head):
-        why = Eagle(speculate).against(owner)
+    if (head := _eagle(speculate)) is not None:
+        why = head.against(owner)
     elif not hasattr(speculate, "propose"):
         why = _other_words(owner, speculate)
     if why:
@@ -128,10 +137,20 @@ def resolved(speculate: Any, owner: Any) -> Any:
     return speculate
 
 
+def _eagle(speculate: Any) -> Eagle | None:
+    """The EAGLE-3 head that drafts; None: another kind does."""
+    if isinstance(speculate, DraftTree):
+        module: Any = speculate.head
+        return Eagle(module, speculate)
+    return Eagle(speculate) if isinstance(speculate, Eagle3Head) else None
+
+
 def _head_in(folder: str, owner: Any) -> Eagle3Head:
     """The head of a checkpoint; that of a patched model, where it came from this folder."""
     handle = vars(owner).get(MARK)
     held: Any = None if handle is None else handle.decode.speculate
+    if isinstance(held, DraftTree):
+        held = held.head
     if isinstance(held, Eagle3Head) and held.folder == folder:
         return held
     try:
@@ -146,11 +165,12 @@ def plan_of(speculate: Any) -> Plan | None:
         return None
     if isinstance(speculate, str):
         return LOOKS_UP
-    if isinstance(speculate, Eagle3Head):
-        head = Eagle(speculate)
-        return Plan(Form(head.num_drafts, 0, head))
+    if (head := _eagle(speculate)) is not None:
+        levels = 0 if head.tree is None else head.tree.depth
+        return Plan(Form(head.num_drafts, 0, head, levels))
     if hasattr(speculate, "propose"):
-        return Plan(Form(_num_drafts(speculate), 0, trees=True), speculate)
+        most = _num_drafts(speculate)
+        return Plan(Form(most, 0, levels=most), speculate)
     return Plan(_PROPOSED, assistant=speculate)
 
 
