@@ -96,6 +96,19 @@ class Branches(Oracle):
         return Proposal(self.after(state, depths.to(device)), parents.to(device, torch.int32))
 
 
+def right(drafts_of, given, want, proposed):
+    """What was proposed in a call is what `drafts_of` says after the whole text, for so many
+    tokens. want: the texts of the call."""
+    proposed = [(stored, tokens) for stored, tokens in proposed if (tokens >= 0).any()]
+    assert len(proposed) > 3
+    pad = (given["attention_mask"] == 0).sum(1)
+    for stored, tokens in proposed:
+        for row, length in enumerate(pad + stored + 1):
+            if length < want.shape[1]:
+                found = drafts_of(want[row, pad[row] : length], tokens.shape[1])
+                assert torch.equal(tokens[row], found)
+
+
 STATES = (1, 2, 0)
 """That a head reads."""
 

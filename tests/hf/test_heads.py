@@ -6,6 +6,7 @@ import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -22,7 +23,7 @@ from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds
 from attnops.hf.steps.waiting import Waiting
 from tests.hf.decoding import auto
-from tests.hf.drafting import asked, head_of, words_of, worth
+from tests.hf.drafting import asked, head_of, right, words_of, worth
 
 
 @torch.no_grad()
@@ -47,31 +48,10 @@ def patched(model, head):
     return ours, attnops.patch(ours, decode=auto(compile_after=None), speculate=head)
 
 
-@pytest.fixture
-def proposed(monkeypatch):
-    """Of each round: the tokens that each row's pages keep, and the drafts behind the next one."""
-    found, own = [], Round.send
-
-    def noted(made, draft):
-        found.append((made.stored.clone(), made._drafts[:, 1:].clone()))
-        own(made, draft)
-
-    monkeypatch.setattr(Round, "send", noted)
-    return found
-
-
 def check(model, head, given, want, proposed, skipped=0):
     """Each draft is what the head drafts after the whole text, of which it has not read the first
     tokens."""
-    proposed = [(stored, tokens) for stored, tokens in proposed if (tokens >= 0).any()]
-    assert len(proposed) > 3
-    pad = (given["attention_mask"] == 0).sum(1)
-    for stored, tokens in proposed:
-        for row, length in enumerate(pad + stored + 1):
-            if length < want.shape[1]:
-                text = want[row, pad[row] : length]
-                drafts = chain(model, head, text, tokens.shape[1], skipped)
-                assert torch.equal(tokens[row], drafts)
+    right(partial(chain, model, head, skipped=skipped), given, want, proposed)
 
 
 def taught(model, head, texts, steps=60):

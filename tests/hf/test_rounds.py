@@ -428,7 +428,7 @@ def test_a_choice_is_four_launches():
             return func(*args, **(kwargs or {}))
 
     choice = Choice(torch.device("cpu"), 2, 32, 16, ends=2, sampled=False, processors=())
-    made = Round(choice, [], torch.nn.Embedding(16, 4))
+    made = Round(choice, [], None)
     with Launches():
         made._choose(Kind(8, ""))
     tail = [f"attnops::{op}" for op in ("advance_rows", "lookup_drafts", "next_inputs")]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -46,23 +46,22 @@ class Loop:
     """The loop of one model.
 
     speculate: what drafts, where a call does not say, see `patch`. pack: of a head, as `Decode` has
-    it.
+    it. anew: forgets the graphs of the model, where another head reads its states from now on.
+
+    head: the draft head that reads them.
     """
 
-    def __init__(self, speculate: Any = None, pack: bool = True) -> None:
-        self._drafts = plan_of(speculate)
-        self._packed: Packed | None = None
-        if pack and self.head is not None:
-            self._packed = pack_linears(self.head.module)
+    def __init__(
+        self, speculate: Any = None, pack: bool = True, anew: Callable[[], None] | None = None
+    ) -> None:
+        self._drafts, self._pack, self._anew = plan_of(speculate), pack, anew
+        self._packed: dict[nn.Module, Packed] = {}
+        self.head: Head | None = None if self._drafts is None else self._drafts.form.head
+        self._pack_head()
         self._idle: list[Tail | Round] = []  # the last used one last
         self._begun: Round | None = None  # its kernels are being compiled
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
-
-    @property
-    def head(self) -> Head | None:
-        """The draft head of the model's own."""
-        return None if self._drafts is None else self._drafts.form.head
 
     def reads(self, owner: Any) -> Modules | None:
         """The modules of the model whose outputs the head reads."""
@@ -85,10 +84,24 @@ class Loop:
             self._device.release()
 
     def undo(self) -> None:
-        """Give the weights of a head memory of their own again."""
-        if self._packed is not None:
-            self._packed.undo()
-            self._packed = None
+        """Give the weights of heads memory of their own again."""
+        for packed in self._packed.values():
+            packed.undo()
+        self._packed.clear()
+
+    def _pack_head(self) -> None:
+        if self.head is not None and self._pack:
+            module = self.head.module
+            self._packed[module] = self._packed.get(module) or pack_linears(module)
+
+    def _let_read(self, head: Head | None) -> None:
+        """Let a head read the states of the model, which graphs return for one head at a time."""
+        if head is None or head == self.head:
+            return
+        self.head = head
+        self._pack_head()
+        if self._anew is not None:
+            self._anew()
 
     def kwargs(
         self,
@@ -111,6 +124,8 @@ class Loop:
             if plan is not None:
                 _note_rounds(f"attnops drafted nothing: {why}")
             return kwargs
+        if plan is not None:
+            self._let_read(plan.form.head)
         sample, streamer = self._sample, kwargs.get("streamer")
         if plan is not None and (running := running_generation()) is not None:
             running.drafts = plan.form.depths[-1]
@@ -256,8 +271,7 @@ def _choice(asked: Asked, plan: Plan | None, vocab: int) -> Choice:
 
 
 def _round(choice: Choice, asked: Asked, decoder: Decoder) -> Round:
-    embed, passes = asked.owner.get_input_embeddings(), passes_of(decoder.how, {})
-    return Round(choice, asked.processors, embed, passes)
+    return Round(choice, asked.processors, asked.owner, passes_of(decoder.how, {}))
 
 
 def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:

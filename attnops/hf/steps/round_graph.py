@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from attnops.cache.paged import ordinary
@@ -51,10 +51,10 @@ class Round:
         self,
         choice: Choice,
         processors: Sequence[Callable[..., Any]],
-        embed: nn.Module,
+        owner: Any,
         passes: Passes = (),
     ) -> None:
-        """embed: the embeddings of the model. passes: over the recorded layers of a head."""
+        """owner: the model. passes: over the recorded layers of a head."""
         self.choice, self.form = choice, choice.drafts or Form()
         rows, most, device = choice.rows, self.form.depths[-1], choice.device
         self._far = device.type == "cuda"
@@ -81,7 +81,7 @@ class Round:
             self._head: Drafts | None = None
             if (head := self.form.head) is not None:
                 room = Room(rows, choice.room, most, PROBE)
-                self._head = head.drafts(embed, passes, room)
+                self._head = head.drafts(owner, passes, room)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
         self.paths = Paths(rows, most, device) if self.form.levels else None
         self._stream = LastStream(device, self._tensors())

@@ -37,6 +37,9 @@ class Form(NamedTuple):
         return tuple(map(Nodes, self.depths[1:])) if self.head else ()
 
 
+TOKEN = 0.02
+"""What one more token of a row adds to the time of a step, as a part of it."""
+
 PROBE, PROBE_MOST = 32, 128
 """Rounds without drafts before another one tries them: at first, and at most, for they are twice as
 many after each try in vain. One that tries takes 1.1 to 2 steps, or 4 for the largest trees of 8

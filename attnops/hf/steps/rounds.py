@@ -32,8 +32,8 @@ from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.heads import Head
 from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.round_graph import Round
-from attnops.hf.steps.round_kinds import PROBE, PROBE_MOST, News
-from attnops.hf.steps.speculate import TOKEN, Plan
+from attnops.hf.steps.round_kinds import PROBE, PROBE_MOST, TOKEN, News
+from attnops.hf.steps.speculate import Plan
 from attnops.nn import Draft
 
 _FIRST, _KEPT = 0.7, 0.8
