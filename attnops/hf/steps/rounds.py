@@ -57,7 +57,7 @@ def why_no_rounds(
     yield from _why_rows(asked, kept)
     cache, before = cache_in(asked.given), asked.columns - asked.input_ids.shape[1]
     if deterministic(active_policy()):
-        yield from apart.why_not(asked.owner, decoder, cache, plan.form.trees)
+        yield from apart.why_not(asked.owner, decoder, cache, plan.form.levels > 0)
     if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
         yield "the cache has no room for drafts behind the text"
     if any(cache.state.pages.windows) and plan.form.depths[-1] > cache.state.pages.sizes.drafts:
