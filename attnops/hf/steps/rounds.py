@@ -25,6 +25,7 @@ from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.models import take_back
 from attnops.hf.models.rotations import follow_length
+from attnops.hf.steps import apart
 from attnops.hf.steps.calls import plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
@@ -55,6 +56,8 @@ def why_no_rounds(
     yield from _why_steps(asked, decoder)
     yield from _why_rows(asked, kept)
     cache, before = cache_in(asked.given), asked.columns - asked.input_ids.shape[1]
+    if deterministic(active_policy()):
+        yield from apart.why_not(asked.owner, decoder, cache, plan.form.levels > 0)
     if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
         yield "the cache has no room for drafts behind the text"
     if any(cache.state.pages.windows) and plan.form.depths[-1] > cache.state.pages.sizes.drafts:
@@ -87,8 +90,6 @@ def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
     cache = cache_in(asked.given)
     if decoder.how.mode != "auto":
         yield f"decode={decoder.how.mode!r}, and drafts are for 'auto'"
-    if deterministic(active_policy()):
-        yield "under a deterministic policy steps of other sizes may choose other bits"
     if cache.state.pages.plans() is not None:
         yield "the kernel needs a plan of the host, which steps with drafts do not have"
     if cache.states:
