@@ -184,6 +184,21 @@ def test_a_model_without_an_mtp_layer(tmp_path):
     )
 
 
+def test_a_checkpoint_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    model = target("qwen3_5")
+    folder = tmp_path / "models--some--model" / "snapshots" / "main"
+    saved(model, folder, public(model, layer_of(model)))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("/some/model", "another/model"):
+        model.config.name_or_path = name
+        with pytest.raises(PatchError, match=f"config.name_or_path is '{name}', and no such"):
+            attnops.patch(model, speculate="mtp")
+    model.config.name_or_path = "some/model"
+    handle = attnops.patch(model, speculate="mtp")
+    assert handle.decode.speculate.folder == str(folder)
+    assert attnops.patch(model, speculate="mtp") is handle
+
+
 def without(name):
     return lambda tensors: tensors.pop(name)
 
