@@ -8,10 +8,13 @@ import torch
 import attnops
 from attnops.core.errors import PatchError
 from attnops.hf import tiny
+from attnops.hf.cache import model_pages
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.models.experts import is_taken
+from attnops.hf.steps.mtp import Mtp
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.speculate import _numbers
+from attnops.hf.steps.waiting import Room, Waiting
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, patched, worth
 from tests.hf.layers_ahead import layer_of, public, saved
@@ -280,3 +283,14 @@ def test_what_a_step_reads():
     experts = model.model.layers[1].mlp.experts
     numbers = experts.gate_up_proj.numel() + experts.down_proj.numel()
     assert _numbers(model) == linears + numbers * 2 / 8
+
+
+def test_steps_over_latents_have_the_plan_of_their_kernel(monkeypatch):
+    plan = torch.zeros(3, dtype=torch.int32)
+    head = Mtp(layer_of(target("latents")))
+    waiting = Waiting(Room(2, 32, 4, 8), head.width, head.layers, plan.device, torch.float32)
+    monkeypatch.setattr(model_pages, "device_plan", lambda *given: plan)
+    waiting.base.fill_(1)
+    steps = waiting.steps(torch.tensor([5, 7]), 2)
+    assert all(each.plan is plan for each in steps)
+    assert [each.seq_lens.tolist() for each in steps] == [[5, 7], [6, 8]]
