@@ -13,8 +13,11 @@ probability, in percent. `attnops_eagle3_0`, `_80`, `_100`: an EAGLE-3 head of t
 drafts five, with all of its launches and bytes. The logit of a word that is so often right is
 raised. `attnops_head_tree_0`, `_80`, `_100`: such a head drafts trees of 32 nodes, the root
 included, and six levels. So often its likeliest word is right; else no word of it is.
-`attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many nodes, the root included.
-One branch is right, seven tokens deep, and its tokens come after their wrong siblings.
+`attnops_mtp1_0`, `attnops_mtp3_80`, ...: an MTP layer of the model's own class drafts one token, or
+three, likewise. It knows the text as the model does, and an embedding of the other sign makes a
+wrong word. `attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many nodes, the
+root included. One branch is right, seven tokens deep, and its tokens come after their wrong
+siblings.
 `hf`, `hf_lookup`: transformers, which looks up for one row alone; they run only if `--ways`
 names them.
 
@@ -25,6 +28,7 @@ Times are those of a token, from calls in turns, each less the time of a call fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,7 +39,7 @@ from torch import Tensor, nn
 
 from attnops.bench import Point, Setup, generate, models, ways
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
-from attnops.nn import DraftState, DraftTree, Eagle3Head, Proposal
+from attnops.nn import DraftState, DraftTree, Eagle3Head, MTPLayer, Proposal
 from attnops.tune.clock import Timed, Times, steps_us
 
 SUITE, PLAIN = "speculate", "attnops"
@@ -43,10 +47,12 @@ NEW = {"toy": 17, "small": 41, "quick": 81, "full": 241}
 """The first of them is the prompt's. The others fill whole rounds of 2, 4, 5 and 8 tokens."""
 RIGHT = {f"attnops_right_{often}": often / 100 for often in ways.OFTEN}
 """Ways whose object is right with this probability."""
-HEADS = {f"attnops_eagle3_{often}": often / 100 for often in ways.OFTEN}
-"""Ways whose head is."""
-HEAD_TREES = {f"attnops_head_tree_{often}": often / 100 for often in ways.OFTEN}
-"""Ways whose head is, and drafts trees."""
+HEADS = {
+    f"attnops_{kind}_{often}": often / 100
+    for kind in ("eagle3", "head_tree", *ways.MTPS)
+    for often in ways.OFTEN
+}
+"""Ways whose head or layer is."""
 TREES = {f"attnops_tree_{nodes}": nodes for nodes in ways.NODES}
 """Ways that draft trees of so many nodes."""
 WORDS = 32_000
@@ -179,6 +185,35 @@ class KnownHead(Eagle3Head):
         return logits, hidden
 
 
+class KnownLayer(MTPLayer):
+    """An MTP layer with random weights, which knows the text by the embedding that it reads. right:
+    as of `KnownHead`. drafts: tokens of a round."""
+
+    def __init__(self, model: Any, drafts: int) -> None:
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        like, device, dtype = decoder.layers[-1].self_attn, head.weight.device, head.weight.dtype
+        with torch.device(device):
+            layer = type(decoder.layers[-1])(like.config, like.layer_idx)
+            super().__init__(like.config.to_dict(), layer, norm=type(decoder.norm))
+        self.to(dtype=dtype).requires_grad_(False).eval()
+        numbers = torch.Generator(device).manual_seed(0)
+        for each in (each for each in self.parameters() if each.dim() > 1):
+            each.normal_(0.0, 0.02, generator=numbers)
+        # What the layer adds to that is small.
+        self.eh_proj.weight[:, : self.hidden_size].diagonal().add_(LOUD)
+        self.shared_head["head"], self.num_drafts = head, drafts
+        self.right = torch.ones((), device=device)
+        self._odds = torch.rand(NUMBERS, generator=numbers, device=device)
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, *, rows: Tensor | None = None, **where: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As of any layer. tokens: embeddings."""
+        at = where["position_ids"] * STRIDE + tokens[..., 0].long()
+        sign = torch.where(self._odds[at % NUMBERS] < self.right, 1.0, -1.0).to(tokens.dtype)
+        return super().forward(tokens * sign[..., None], hidden, rows=rows, **where)
+
+
 class Calls:
     """Calls of `generate()` at one point, whose text is `want`."""
 
@@ -189,7 +224,7 @@ class Calls:
         given = generate.arguments(setup, model, point, self.new)
         self._given = {**given, "inputs": self.want[:, : point.context]}
         self._draft, self._known = Guesses(known), known
-        self._heads: list[KnownHead] = []
+        self._heads: list[KnownHead | KnownLayer] = []
         self._made: dict[str, tuple[Any, Any]] = {}
 
     def way(self, name: str, how: ways.How) -> Way:
@@ -202,7 +237,7 @@ class Calls:
         def text() -> Tensor:
             self._draft.right = RIGHT.get(name, 1.0)
             for head in self._heads:
-                head.right.fill_((HEADS | HEAD_TREES).get(name, 1.0))
+                head.right.fill_(HEADS.get(name, 1.0))
             written: Tensor = one.generate(**given)
             took = None if handle is None else handle.took
             if took is not None:
@@ -236,14 +271,19 @@ class Calls:
             draft = self._draft
         elif name in TREES:
             draft = KnownTree(self._known, TREES[name])
-        elif name in HEADS or name in HEAD_TREES:
-            head = KnownHead(self._model, self._known, self.want.flatten())
+        elif name in HEADS:
+            head: Any = self._head(kind.removeprefix("attnops_"))
             self._heads.append(head)
-            draft = DraftTree(head) if name in HEAD_TREES else head
+            draft = DraftTree(head) if kind == "attnops_head_tree" else head
         if draft is not None:
             how = replace(how, patch={**(how.patch or {}), "speculate": draft})
         self._made[kind] = models.patched(self._model, how)
         return self._made[kind]
+
+    def _head(self, kind: str) -> KnownHead | KnownLayer:
+        if kind in ways.MTPS:
+            return KnownLayer(self._model, ways.MTPS[kind])
+        return KnownHead(self._model, self._known, self.want.flatten())
 
     def clock(self, steps: Mapping[str, Timed]) -> Times:
         """The time of a token after the first one."""
@@ -268,7 +308,7 @@ class Calls:
 def kind_of(name: str) -> str:
     """Of a way, without the number at the end of its name. Trees of other sizes have graphs of
     their own."""
-    return name if name in TREES else name.rstrip("_0123456789")
+    return name if name in TREES else re.sub(r"_\d+$", "", name)
 
 
 @torch.no_grad()

@@ -483,11 +483,12 @@ def patch(
             piecewise ones after `Patched.capture`. A `Decode` has more to set.
         speculate: what drafts tokens that a step of `generate()` then verifies at once
             (docs/speculation.md): "lookup": the row's own text; the folder of an EAGLE-3
-            checkpoint, or its `attnops.nn.Eagle3Head`; an `attnops.nn.DraftTree` of either; a
-            patched transformers model with the same words; an object with `propose`, see
-            `attnops.nn.Draft`. None: nothing, but where a call has transformers'
-            `prompt_lookup_num_tokens=` or `assistant_model=`. Greedy tokens are those of plain
-            decoding, and samples have its distribution.
+            checkpoint, or its `attnops.nn.Eagle3Head`; an `attnops.nn.DraftTree` of either; "mtp":
+            the layer in the model's checkpoint that predicts one token more, or such an
+            `attnops.nn.MTPLayer`; a patched transformers model with the same words; an object with
+            `propose`, see `attnops.nn.Draft`. None: nothing, but where a call has transformers'
+            `prompt_lookup_num_tokens=`, `assistant_model=` or `use_mtp=`. Greedy tokens are those
+            of plain decoding, and samples have its distribution.
 
     Returns:
         The handle. A second call on the same model returns the same handle.

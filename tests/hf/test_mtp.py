@@ -8,10 +8,12 @@ import torch
 import attnops
 from attnops.core.errors import PatchError
 from attnops.hf import tiny
+from attnops.hf.cache import model_pages
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.models.experts import is_taken
 from attnops.hf.steps.heads import weights_of
-from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.mtp import Mtp
+from attnops.hf.steps.waiting import Room, Waiting
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, patched, worth
 from tests.hf.layers_ahead import layer_of, public, saved
@@ -68,19 +70,6 @@ def taught(model, layer, texts, steps=40):
         learned.step()
         learned.zero_grad()
     return layer
-
-
-@pytest.fixture
-def proposed(monkeypatch):
-    """Of each round: the tokens that each row's pages keep, and the drafts behind the next one."""
-    found, own = [], Round.send
-
-    def noted(made, draft):
-        found.append((made.stored.clone(), made._drafts[:, 1:].clone()))
-        own(made, draft)
-
-    monkeypatch.setattr(Round, "send", noted)
-    return found
 
 
 def check(model, layer, given, want, proposed, skipped=0):
@@ -184,6 +173,21 @@ def test_a_model_without_an_mtp_layer(tmp_path):
     )
 
 
+def test_a_checkpoint_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    model = target("qwen3_5")
+    folder = tmp_path / "models--some--model" / "snapshots" / "main"
+    saved(model, folder, public(model, layer_of(model)))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("/some/model", "another/model"):
+        model.config.name_or_path = name
+        with pytest.raises(PatchError, match=f"config.name_or_path is '{name}', and no such"):
+            attnops.patch(model, speculate="mtp")
+    model.config.name_or_path = "some/model"
+    handle = attnops.patch(model, speculate="mtp")
+    assert handle.decode.speculate.folder == str(folder)
+    assert attnops.patch(model, speculate="mtp") is handle
+
+
 def without(name):
     return lambda tensors: tensors.pop(name)
 
@@ -265,3 +269,14 @@ def test_what_a_step_reads():
     experts = model.model.layers[1].mlp.experts
     numbers = experts.gate_up_proj.numel() + experts.down_proj.numel()
     assert weights_of(model) == linears + numbers * 2 / 8
+
+
+def test_steps_over_latents_have_the_plan_of_their_kernel(monkeypatch):
+    plan = torch.zeros(3, dtype=torch.int32)
+    head = Mtp(layer_of(target("latents")))
+    waiting = Waiting(Room(2, 32, 4, 8), head.width, head.layers, plan.device, torch.float32)
+    monkeypatch.setattr(model_pages, "device_plan", lambda *given: plan)
+    waiting.base.fill_(1)
+    steps = waiting.steps(torch.tensor([5, 7]), 2)
+    assert all(each.plan is plan for each in steps)
+    assert [each.seq_lens.tolist() for each in steps] == [[5, 7], [6, 8]]
