@@ -37,12 +37,9 @@ from attnops.hf.cache.idle_pages import MOST_IDLE, Pool, give_back
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in, named, renamed
 from attnops.hf.cache.other_layers import layers_with_states, layers_without_pages
+from attnops.hf.cache.own_class import class_in_pages
 from attnops.hf.cache.page_sizes import DRAFTS, Sizes
-from attnops.hf.cache.paged_cache import (
-    PagedKeyCache,
-    PagedLatentCache,
-    PagedModelCache,
-)
+from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.cache.support import refuse_unless
 from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.generation import Generation, current_generation, running_generation
@@ -148,7 +145,10 @@ class PagedMode:
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
         if not self.latents:
             sites = [site for site in sites if paged_models.takes_cache(site.module, causal=True)]
-        why = next(paged_models.why_unsupported(self._owner, found, sites, self.latents), "")
+        reasons = paged_models.why_unsupported(
+            self._owner, found, sites, self.latents, self._graphed
+        )
+        why = next(reasons, "")
         refuse_unless(not why, why)
         return sorted((site.module for site in sites), key=attrgetter("layer_idx"))
 
@@ -279,8 +279,8 @@ class PagedMode:
         return self.pool.lend(self._over, sizes, page_size, exact=True)
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
-        kind = PagedLatentCache if self.latents else PagedKeyCache
-        cache = kind(
+        kind = class_in_pages(self._owner, self.latents)
+        cache: PagedModelCache = kind(
             pages,
             self.layers,
             functools.partial(layers_without_pages, self._config, self.layers, self.states),
