@@ -16,12 +16,14 @@ from attnops.core.errors import InvalidInput, PatchError, fail, one_line
 from attnops.core.record import need
 from attnops.hf.cache.page_sizes import DRAFTS
 from attnops.hf.steps.assistant import Assistant
+from attnops.hf.steps.dflash import DFlash
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.eligibility import Asked
-from attnops.hf.steps.heads import weights_of
+from attnops.hf.steps.heads import Head, weights_of
 from attnops.hf.steps.reasons import REPLACED
 from attnops.hf.steps.round_graph import Form
-from attnops.nn import Draft, Eagle3Head
+from attnops.nn import DFlashHead, Draft, Eagle3Head
+from attnops.nn.heads import config_of
 from attnops.ops.speculation.record import LONGEST
 
 LOOKUP, ASSISTANT = "prompt_lookup_num_tokens", "assistant_model"
@@ -106,8 +108,8 @@ def resolved(speculate: Any, owner: Any) -> Any:
         return speculate
     if isinstance(speculate, (str, PathLike)) and Path(speculate).is_dir():
         speculate = _head_in(str(speculate), owner)
-    want = "None, 'lookup', the folder of a draft head, an attnops.nn.Eagle3Head, a transformers "
-    want += "model that drafts, or an object with propose(state)"
+    want = "None, 'lookup', the folder of a draft head, an attnops.nn.Eagle3Head or DFlashHead, "
+    want += "a transformers model that drafts, or an object with propose(state)"
     known = isinstance(speculate, nn.Module) or hasattr(speculate, "propose")
     need(known, "speculate", repr(speculate), want)
     most = _num_drafts(speculate)
@@ -115,8 +117,8 @@ def resolved(speculate: Any, owner: Any) -> Any:
     whole = isinstance(most, int) and 1 <= most <= MOST_DRAFTS
     need(whole, "speculate.num_drafts", repr(most), want)
     why = ""
-    if isinstance(speculate, Eagle3Head):
-        why = Eagle(speculate).against(owner)
+    if (head := _head_of(speculate)) is not None:
+        why = head.against(owner)
     elif not hasattr(speculate, "propose"):
         why = _other_words(owner, speculate)
     if why:
@@ -124,14 +126,27 @@ def resolved(speculate: Any, owner: Any) -> Any:
     return speculate
 
 
-def _head_in(folder: str, owner: Any) -> Eagle3Head:
-    """The head of a checkpoint; that of a patched model, where it came from this folder."""
+def _head_of(speculate: Any) -> Head | None:
+    """None where it is no draft head."""
+    if isinstance(speculate, Eagle3Head):
+        return Eagle(speculate)
+    return DFlash(speculate) if isinstance(speculate, DFlashHead) else None
+
+
+def _held_by(owner: Any) -> Any:
+    """The option with which the model is patched; None where it is not."""
     handle = vars(owner).get(MARK)
-    held: Any = None if handle is None else handle.decode.speculate
-    if isinstance(held, Eagle3Head) and held.folder == folder:
+    return None if handle is None else handle.decode.speculate
+
+
+def _head_in(folder: str, owner: Any) -> Eagle3Head | DFlashHead:
+    """The head of a checkpoint; that of a patched model, where it came from this folder."""
+    held = _held_by(owner)
+    if isinstance(held, Eagle3Head | DFlashHead) and held.folder == folder:
         return held
     try:
-        return Eagle3Head.from_folder(folder, owner.get_input_embeddings())
+        kind = DFlashHead if "dflash_config" in config_of(folder) else Eagle3Head
+        return kind.from_folder(folder, owner.get_input_embeddings())
     except InvalidInput as error:
         raise PatchError(f"patch: got speculate={folder!r}; {one_line(error)}") from None
 
@@ -142,8 +157,7 @@ def plan_of(speculate: Any) -> Plan | None:
         return None
     if isinstance(speculate, str):
         return LOOKS_UP
-    if isinstance(speculate, Eagle3Head):
-        head = Eagle(speculate)
+    if (head := _head_of(speculate)) is not None:
         return Plan(Form(head.num_drafts, 0, head))
     if hasattr(speculate, "propose"):
         return Plan(Form(_num_drafts(speculate), 0, trees=True), speculate)
