@@ -214,7 +214,8 @@ class KnownBlocks(DFlashHead):
         at = where["batch"].positions.view(len(last), -1)[:, 1:]
         odds = self._odds[(at * STRIDE + last[:, None]) % NUMBERS]
         follows = torch.where(odds < self.right, text[:, :-1], text[:, 1:])
-        return hidden + embeddings[follows]
+        known: Tensor = embeddings[follows]
+        return hidden + known
 
 
 class Calls:

@@ -88,6 +88,7 @@ MODELS = {
     "llama": {},
     "qwen3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
     "qwen3_moe": {"attention_bias": True},
+    "qwen3_5": {},
     "gemma3": {
         "layer_types": ["full_attention", "sliding_attention"],
         "sliding_window": 5,
@@ -103,7 +104,7 @@ DEEP = {"num_hidden_layers": 4}
 def test_what_a_draft_proposes(kind, proposed):
     """From prompts with padding, in graphs and in the model's own layers, and from rounds whose
     rows accept different numbers."""
-    model = tiny.model(kind, **({} if kind == "gemma3" else DEEP))
+    model = tiny.model(kind, **({} if kind in ("gemma3", "qwen3_5") else DEEP))
     calls = [{**asked(rows), "max_new_tokens": 22} for rows in (1, 3, 3)]
     texts = [model.generate(**given) for given in calls]
     draft = taught(model, draft_of(model, **MODELS[kind]), texts[2][::2])
