@@ -11,10 +11,11 @@ right after a prompt that is as long. `attnops_lookup_7` is `speculate="lookup"`
 `attnops_right_0`, `_80`, `_100`: an object drafts seven tokens. Each is right with this
 probability, in percent. `attnops_eagle3_0`, `_80`, `_100`: an EAGLE-3 head of the model's shape
 drafts five, with all of its launches and bytes. The logit of a word that is so often right is
-raised. `attnops_dflash_0`, `_80`, `_100`: a DFlash draft of that shape, of five layers, drafts a
-block of 15. `attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many nodes, the
-root included. One branch is right, seven tokens deep, and its tokens come after their wrong
-siblings.
+raised. `attnops_head_tree_0`, `_80`, `_100`: such a head drafts trees of 32 nodes, the root
+included, and six levels. So often its likeliest word is right; else no word of it is.
+`attnops_dflash_0`, `_80`, `_100`: a DFlash draft of that shape, of five layers, drafts a block of
+15. `attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many nodes, the root
+included. One branch is right, seven tokens deep, and its tokens come after their wrong siblings.
 `hf`, `hf_lookup`: transformers, which looks up for one row alone; they run only if `--ways`
 names them.
 
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 
 from attnops.bench import Point, Setup, generate, models, ways
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
-from attnops.nn import DFlashHead, DraftState, Eagle3Head, Proposal
+from attnops.nn import DFlashHead, DraftState, DraftTree, Eagle3Head, Proposal
 from attnops.tune.clock import Timed, Times, steps_us
 
 SUITE, PLAIN = "speculate", "attnops"
@@ -47,6 +48,8 @@ HEADS = {
     f"attnops_{kind}_{often}": often / 100 for kind in ("eagle3", "dflash") for often in ways.OFTEN
 }
 """Ways whose head is."""
+HEAD_TREES = {f"attnops_head_tree_{often}": often / 100 for often in ways.OFTEN}
+"""Ways whose head is, and drafts trees."""
 TREES = {f"attnops_tree_{nodes}": nodes for nodes in ways.NODES}
 """Ways that draft trees of so many nodes."""
 WORDS = 32_000
@@ -58,6 +61,9 @@ BLOCK_LAYERS = 5
 """Of a DFlash draft."""
 CYCLE = 64
 """Tokens after which a text repeats."""
+LIFT = 1e4
+"""Of the logit of a word that a head takes, above all others. It is finite, because trees sum up
+logarithms of probabilities."""
 LOUD = 100.0
 """Standard deviation of the embeddings. What 32 layers add to them is about a tenth of it."""
 
@@ -185,14 +191,17 @@ class KnownHead(Eagle3Head):
     def forward(
         self, tokens: Tensor, hidden: Tensor, *, rows: Tensor | None = None, **where: Any
     ) -> tuple[Tensor, Tensor]:
-        """As of any head. A wrong word is the last token again."""
+        """As of any head. A wrong word is the last token again, and then no other is right."""
         logits, hidden = super().forward(tokens, hidden, rows=rows, **where)
         last, at = tokens, where["batch"].positions
         if rows is not None:
             last, at = last[rows], at[rows]
         odds = self._odds[(at * STRIDE + last) % NUMBERS]
-        found = torch.where(odds < self.right, self._known[last], last)
-        return logits.scatter_(-1, self._words[found][:, None], torch.inf), hidden
+        known = self._known[last]
+        found = torch.where(odds < self.right, known, last)
+        for words, lift in ((known, -LIFT), (found, LIFT)):
+            logits.scatter_(-1, self._words[words][:, None], lift)
+        return logits, hidden
 
 
 class KnownBlocks(DFlashHead):
@@ -241,7 +250,7 @@ class Calls:
         def text() -> Tensor:
             self._draft.right = RIGHT.get(name, 1.0)
             for head in self._heads:
-                head.right.fill_(HEADS.get(name, 1.0))
+                head.right.fill_((HEADS | HEAD_TREES).get(name, 1.0))
             written: Tensor = one.generate(**given)
             took = None if handle is None else handle.took
             if took is not None:
@@ -275,15 +284,16 @@ class Calls:
             draft = self._draft
         elif name in TREES:
             draft = KnownTree(self._known, TREES[name])
-        elif name in HEADS:
-            draft = self._head(name)
-            self._heads.append(draft)
+        elif name in HEADS or name in HEAD_TREES:
+            head = self._head(name)
+            self._heads.append(head)
+            draft = DraftTree(head) if name in HEAD_TREES else head
         if draft is not None:
             how = replace(how, patch={**(how.patch or {}), "speculate": draft})
         self._made[kind] = models.patched(self._model, how)
         return self._made[kind]
 
-    def _head(self, name: str) -> KnownHead | KnownBlocks:
+    def _head(self, name: str) -> Any:
         if "dflash" in name:
             return KnownBlocks(self._model)
         return KnownHead(self._model, self._known, self.want.flatten())

@@ -121,7 +121,7 @@ WAYS: dict[str, dict[str, How]] = {
         },
         **{
             f"attnops_{kind}_{often}": How({}, device="cuda")
-            for kind in ("right", "eagle3", "dflash")
+            for kind in ("right", "eagle3", "head_tree", "dflash")
             for often in OFTEN
         },
         **{f"attnops_tree_{nodes}": How({}, device="cuda") for nodes in NODES},

@@ -133,7 +133,7 @@ class PagedMode:
             self.decode = checked(decode, owner, device, self.states, self.latents)
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
-        self.loop = Loop(decode.speculate, decode.pack)
+        self.loop = Loop(decode.speculate, decode.pack, self.begin_anew)
         self.early = EarlyPrompts()
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
@@ -238,6 +238,11 @@ class PagedMode:
         self.early.forget()
         self._free_graphs()
 
+    def begin_anew(self) -> None:
+        """Forget every graph, and the decoder that made them."""
+        self._free_graphs()
+        self._decoder = None
+
     def _free_graphs(self) -> None:
         if self._decoder is None:
             return self.loop.free()
@@ -255,10 +260,10 @@ class PagedMode:
             for part in module.modules():
                 part.__dict__.pop(HELD, None)
         compiled = self._decoder is not None and self._decoder.compiled
-        self._free_graphs()
+        self.begin_anew()
         if self._pool is not None:
             self._pool.end()
-        self._decoder = self._pool = None
+            self._pool = None
         if compiled:
             # A trace of Dynamo may leave cycles of objects behind, which hold the layers' weights.
             gc.collect()

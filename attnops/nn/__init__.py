@@ -7,6 +7,7 @@ from attnops.nn.dflash import DFlashHead as DFlashHead
 from attnops.nn.drafts import (
     Draft as Draft,
     DraftState as DraftState,
+    DraftTree as DraftTree,
     Proposal as Proposal,
 )
 from attnops.nn.eagle3 import Eagle3Head as Eagle3Head

@@ -128,9 +128,9 @@ def config_of(folder: str | Path) -> dict[str, Any]:
         raise InvalidInput("folder", f"{path} ({error})", "a JSON object in config.json") from None
 
 
-def tensors_of(folder: str | Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names begin with `prefix`, on the CPU: of its safetensors
-    files, else of its pytorch_model files. Raises InvalidInput, MissingExtra."""
+def tensors_of(folder: str | Path, prefix: str | tuple[str, ...] = "") -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names begin with `prefix`, or one of several, on the CPU:
+    of its safetensors files, else of its pytorch_model files. Raises InvalidInput, MissingExtra."""
     place, found = Path(folder), dict[str, Tensor]()
     if files := sorted(place.glob("*.safetensors")):
         require(("safetensors",), "hf")

@@ -13,36 +13,13 @@ import attnops
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
-from attnops.hf.steps import prompt, rounds
+from attnops.hf.steps import prompt, round_graph, rounds
 from attnops.hf.steps.speculate import plan_of
 from attnops.nn import DFlashHead
-from tests.dflash import published, words_of
+from tests.dflash import published
+from tests.hf.blocks import BLOCK, IDS, draft_of, words
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, patched, right, worth
-
-IDS, BLOCK = [1, 0], 6
-"""Layers whose states a draft reads, and tokens of a block."""
-
-
-def words(model, **more):
-    """The config of a draft of this model."""
-    width = model.config.get_text_config().hidden_size
-    return words_of(
-        hidden_size=width,
-        intermediate_size=2 * width,
-        head_dim=16,
-        vocab_size=tiny.VOCAB,
-        block_size=BLOCK,
-        **{"dflash_config": {"target_layer_ids": IDS, "mask_token_id": 3}, **more},
-    )
-
-
-def draft_of(model, seed=5, **more):
-    """A draft with random weights."""
-    torch.manual_seed(seed)
-    draft = DFlashHead(words(model, **more)).requires_grad_(False)
-    draft.words = words(model, **more)
-    return draft
 
 
 def states_of(model, text):
@@ -118,9 +95,12 @@ def test_what_a_draft_proposes(kind, proposed):
 
 
 def test_a_draft_that_is_seldom_right(proposed, monkeypatch):
-    """It reads nothing while nothing is drafted, and then all that it missed. A prompt comes in
-    chunks, of which the last one has no token of some rows."""
-    monkeypatch.setattr(rounds, "PROBE", 5)
+    """It reads little while nothing is drafted, every fifth round what it missed, and before it
+    drafts again the rest. A prompt comes in chunks, of which the last one has no token of some
+    rows."""
+    for module in (rounds, round_graph):
+        monkeypatch.setattr(module, "PROBE", 5)
+    monkeypatch.setattr(rounds, "PROBE_MOST", 20)
     monkeypatch.setattr(prompt, "CHUNK", 12)
     model = tiny.model("llama", **DEEP)
     draft = draft_of(model)

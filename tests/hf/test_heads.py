@@ -16,9 +16,10 @@ import attnops
 from attnops.core.errors import PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
-from attnops.hf.steps import hidden, prompt, rounds
+from attnops.hf.steps import hidden, prompt, round_graph, rounds
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.hidden import Read
+from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds
 from attnops.hf.steps.waiting import Waiting
 from tests.hf.decoding import auto
@@ -338,8 +339,18 @@ def test_a_folder(tmp_path):
 
 
 def test_a_head_that_is_seldom_right(proposed, monkeypatch):
-    """It reads nothing while nothing is drafted, and then all that it missed."""
-    monkeypatch.setattr(rounds, "PROBE", 5)
+    """It reads little while nothing is drafted, every fifth round what it missed, and before it
+    drafts again the rest."""
+    for module in (rounds, round_graph):
+        monkeypatch.setattr(module, "PROBE", 5)
+    monkeypatch.setattr(rounds, "PROBE_MOST", 20)
+    ways, own = [], Round._way
+
+    def noted(made, drafts):
+        ways.append(own(made, drafts))
+        return ways[-1]
+
+    monkeypatch.setattr(Round, "_way", noted)
     model = tiny.model("llama", num_hidden_layers=4)
     head = head_of(model)
     ours, _ = patched(model, head)
@@ -349,4 +360,6 @@ def test_a_head_that_is_seldom_right(proposed, monkeypatch):
     idle = [bool((tokens < 0).all()) for _, tokens in proposed]
     assert 4 < len(idle) - sum(idle) < len(idle) / 2
     assert (True, False) in pairwise(idle)
+    assert ways.count("late") > 1 and ways.count("reads") > ways.count("late")
+    assert all(ways[at - 4 : at] == ["waits"] * 4 for at, way in enumerate(ways) if way == "reads")
     check(model, head, given, want, proposed)

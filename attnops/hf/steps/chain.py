@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnops.cache.batch import PagedBatch
 from attnops.hf.steps.heads import Steps
+from attnops.nn import Proposal
 
 
 class ChainDrafts:
@@ -21,17 +22,16 @@ class ChainDrafts:
 
     def propose(
         self, texts: Tensor, counts: Tensor, stored: Tensor, queries: int, late: bool
-    ) -> Tensor:
+    ) -> Proposal:
         """As `Drafts.propose`."""
         drafts, waiting = self._steps.head.num_drafts, self.waiting
         pairs = waiting.pairs(texts, counts, stored, queries, late)
         token, state = self._next(*pairs)
         found = [token]
-        length = stored - waiting.base
-        for batch in waiting.pages.steps(length, drafts - 1) if drafts > 1 else ():
+        for batch in waiting.steps(stored, drafts - 1) if drafts > 1 else ():
             token, state = self._next(token, state, batch)
             found.append(token)
-        return torch.stack(found, 1)
+        return Proposal(torch.stack(found, 1))
 
     def _next(
         self, tokens: Tensor, states: Tensor, batch: PagedBatch, rows: Tensor | None = None

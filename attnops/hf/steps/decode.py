@@ -126,7 +126,7 @@ class Decoder:
         self._effects: dict[int, str] = {}
         # Caches whose last prompt or step had no graphs.
         self._without = weakref.WeakSet[State]()
-        self._at_once, self._last_kind = False, ""  # of the last step
+        self.at_once, self._last_kind = False, ""  # of the last step
 
     @property
     def compiled(self) -> bool:
@@ -147,7 +147,7 @@ class Decoder:
         # Compiled code rounds in other places, and under such a policy bits may not follow from the
         # steps before.
         due = self._kept.reached(kind_of(rows), self.how.compile_after)
-        compiled = self._at_once or (due and not deterministic(active_policy()))
+        compiled = self.at_once or (due and not deterministic(active_policy()))
         modes = ("piecewise", "breakable") if compiled and not queries else ("breakable",)
         return next(
             (m for m in modes if self._kind(rows, m, queries) not in self.failures.lasting), "hf"
@@ -159,7 +159,7 @@ class Decoder:
     def notes(self) -> tuple[str, ...]:
         """How far steps are on their way to compiled ones, how prompts ran, the linears of compiled
         steps, and the kinds of steps without graphs, for the report."""
-        waits = self.how.mode == "auto" and not (self._at_once or deterministic(active_policy()))
+        waits = self.how.mode == "auto" and not (self.at_once or deterministic(active_policy()))
         return (
             *(self._kept.notes(self.how.compile_after) if waits else ()),
             *self.prompts.notes(),
@@ -213,7 +213,7 @@ class Decoder:
         """None: kernels of the step are still being compiled."""
         rows = asked.rows
         with self._graphs_of(state, rows, asked.queries) as found:
-            may_wait = self.how.mode == "auto" and not self._at_once
+            may_wait = self.how.mode == "auto" and not self.at_once
             state.waits = may_wait and awaits_kernels(found, rows)
             if state.waits:
                 return None
@@ -320,7 +320,7 @@ class Decoder:
         """What `Prompts.run` takes for a prompt, within a turn. None where the model's own layers
         are to run it: `prompts` has the reason."""
         cache, tokens = cache_in(given), given["input_ids"].numel()
-        recorded = self.how.mode == "auto" and (cache.latent or not self._at_once)
+        recorded = self.how.mode == "auto" and (cache.latent or not self.at_once)
         why = next(self.prompts.why_not(given, recorded), "")
         self.prompts.why = why or self._why_state(cache.state, tokens, recorded)
         steps = recorded and self._kept.await_steps(cache.state.pages, *given["input_ids"].shape)
@@ -340,10 +340,10 @@ class Decoder:
         if recorded or self.aside:
             return self.aside
         broken = cannot_compile(self.failures, self._state)
-        compiled = self.regions or self._at_once or self._kept.compiled
+        compiled = self.regions or self.at_once or self._kept.compiled
         if self.how.mode == "breakable" or broken or not compiled:
             return "steps are not compiled"
-        most = 0 if self._at_once else self.how.prompts_after
+        most = 0 if self.at_once else self.how.prompts_after
         return self._kept.too_few(tokens, most)
 
     def _kinds(self, pages: ModelPages) -> Kinds:
@@ -351,13 +351,14 @@ class Decoder:
         passes = passes_of(self.how, self.products)
         return Kinds(passes, self._recorded, (pages.sizes, pages.forced))
 
-    def begin(self, state: State, rows: int) -> None:
-        """Record the layers of a first step, and begin to compile their kernels. Raises as it."""
+    def begin(self, state: State, rows: int, queries: int = 0) -> None:
+        """Record the layers of a first step, and begin to compile their kernels. Raises as it.
+        queries: as `StepInputs` has it."""
         with self.turn:
             self._look(state)
             look_again()
-            if not self.aside and self._mode(rows) == "breakable":
-                self._of(state, rows).begin(rows)
+            if not self.aside and self._mode(rows, queries) == "breakable":
+                self._of(state, rows, queries).begin(rows)
 
     def _prompt_graphs(self, state: State, recorded: bool, steps: bool, fresh: bool) -> Over:
         """The graphs of chunks of prompts over these pages. steps: see `Over.steps_first`. fresh:
@@ -380,7 +381,7 @@ class Decoder:
         The cache's tokens stay. Raises as `Graphed`.
         """
         state = state_of(cache)
-        self._at_once = not cache.states  # compiled layers take none
+        self.at_once = not cache.states  # compiled layers take none
         with self.turn:
             self._look(state)
             if self.aside:
@@ -472,7 +473,7 @@ class Decoder:
         mode, made, pages = self._mode(rows, queries), self._kept.over, state.pages
         key = pages, of_steps(mode, queries)
         over = made.get(key)
-        waits = not self._at_once and self._kept.waits(self.how.compile_after)
+        waits = not self.at_once and self._kept.waits(self.how.compile_after)
         if mode == "piecewise" and not waits:
             self._kept.free(pages, "breakable")
         if over is None:

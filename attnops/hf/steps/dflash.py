@@ -13,9 +13,10 @@ from attnops.cache.batch import PagedBatch
 from attnops.core.problem import Problem
 from attnops.hf.cache.described import described
 from attnops.hf.steps.graphed_steps import Passes
-from attnops.hf.steps.heads import Calls, Drafts, layers_of, weights_of, why_not
+from attnops.hf.steps.head_calls import Calls
+from attnops.hf.steps.heads import Drafts, layers_of, weights_of, why_not
 from attnops.hf.steps.waiting import Room, Waiting
-from attnops.nn import DFlashHead
+from attnops.nn import DFlashHead, Proposal
 from attnops.ops.pages.plan import paged_layers
 
 
@@ -24,6 +25,7 @@ class DFlash:
     """See `heads.Head`."""
 
     module: DFlashHead
+    levels: int = 0
 
     @property
     def num_drafts(self) -> int:
@@ -50,7 +52,7 @@ class DFlash:
             return f"its logits are by the model's last linear, and {type(owner).__name__} has none"
         return why_not(head, owner, head.vocab_size, head.hidden_size, head.states)
 
-    def weights(self, owner: Any) -> int:
+    def weights(self, owner: Any) -> float:
         """It runs once a round, and so does the last linear of the target."""
         return weights_of(self.module) + weights_of(owner.get_output_embeddings())
 
@@ -80,7 +82,7 @@ class Blocks:
 
     def propose(
         self, texts: Tensor, counts: Tensor, stored: Tensor, queries: int, late: bool
-    ) -> Tensor:
+    ) -> Proposal:
         """As `Drafts.propose`."""
         waiting, rows = self.waiting, len(stored)
         tokens, states, context, last = waiting.pairs(texts, counts, stored, queries, late)
@@ -97,4 +99,4 @@ class Blocks:
         hidden = self._calls((tokens[last], states), where)
         with self._calls.uncast():
             logits: Tensor = self._last_linear(hidden)
-        return logits.argmax(-1)
+        return Proposal(logits.argmax(-1))

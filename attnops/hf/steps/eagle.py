@@ -11,18 +11,32 @@ from attnops.cache.batch import PagedBatch
 from attnops.core.problem import Problem
 from attnops.hf.steps.chain import ChainDrafts
 from attnops.hf.steps.graphed_steps import Passes
-from attnops.hf.steps.heads import Around, Call, Drafts, Steps, layers_of, weights_of, why_not
+from attnops.hf.steps.head_calls import Call
+from attnops.hf.steps.heads import Around, Drafts, Steps, layers_of, weights_of, why_not
+from attnops.hf.steps.round_kinds import TOKEN
+from attnops.hf.steps.tree import TreeDrafts
 from attnops.hf.steps.waiting import Room
-from attnops.nn import Eagle3Head
+from attnops.nn import DraftTree, Eagle3Head
 from attnops.ops.pages.plan import paged_layers
 
 
 @dataclass(frozen=True)
 class Eagle:
-    """See `heads.Head`. It drafts few tokens, because each one costs a step of the head."""
+    """See `heads.Head`. It drafts few tokens, because each one costs a step of the head.
+
+    tree: how it drafts trees; None: it drafts chains.
+    """
 
     module: Eagle3Head
-    num_drafts: int = 5
+    tree: DraftTree | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        return 5 if self.tree is None else self.tree.nodes - 1
+
+    @property
+    def levels(self) -> int:
+        return 0 if self.tree is None else self.tree.depth
 
     @property
     def width(self) -> int:
@@ -48,6 +62,9 @@ class Eagle:
         if head.embed_tokens is None and head.hidden_size != width:
             want, model = f"{head.hidden_size} numbers", type(owner).__name__
             return f"it has no embeddings, and wants {want} of a token where {model} has {width}"
+        words = head.draft_vocab_size
+        if self.tree is not None and self.tree.top_k > words:
+            return f"its trees take the {self.tree.top_k} likeliest of {words} words; want no more"
         return ""
 
     def _states(self, owner: Any) -> tuple[int, ...]:
@@ -65,8 +82,17 @@ class Eagle:
     def to_target(self, words: Tensor) -> Tensor:
         return self.module.to_target(words)
 
-    def weights(self, owner: Any) -> int:
-        return self.num_drafts * weights_of(self.module)
+    def weights(self, owner: Any) -> float:
+        if self.tree is None:
+            return self.num_drafts * weights_of(self.module)
+        level = 1 + TOKEN * (self.tree.top_k - 1)
+        return self.tree.depth * level * weights_of(self.module)
 
     def drafts(self, owner: Any, passes: Passes, room: Room) -> Drafts:
-        return ChainDrafts(Steps(self, owner.get_input_embeddings(), passes, room))
+        embed = owner.get_input_embeddings()
+        if self.tree is None:
+            return ChainDrafts(Steps(self, embed, passes, room))
+        # What it follows is in its pages behind the text.
+        length = room.length + (self.tree.depth - 1) * self.tree.top_k
+        steps = Steps(self, embed, passes, room._replace(length=length))
+        return TreeDrafts(steps, self.tree, room.rows)

@@ -4,22 +4,20 @@ and propose tokens, over pages of their own."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
 from attnops.core.problem import Problem
-from attnops.graphs.kinds import Kinds
-from attnops.graphs.per_layer import NotRegional
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.steps.graphed_steps import Passes
+from attnops.hf.steps.head_calls import Call, Calls
 from attnops.hf.steps.waiting import Room, Waiting
+from attnops.nn import Proposal
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a module, by place and by name."""
+_TAKEN = "num_experts_per_tok", "moe_topk", "num_experts_per_token"
+"""Names in configs of the experts that a token takes."""
 
 
 class Drafts(Protocol):
@@ -36,8 +34,8 @@ class Drafts(Protocol):
 
     def propose(
         self, texts: Tensor, counts: Tensor, stored: Tensor, queries: int, late: bool
-    ) -> Tensor:
-        """int64 `[B, num_drafts]`: what may follow the last token of each row.
+    ) -> Proposal:
+        """`num_drafts` tokens that may follow the last one of each row.
 
         texts: int64 `[B, L]`. counts, stored, queries: as in `Waiting.wait`. late: have states
         waited?
@@ -50,6 +48,7 @@ class Head(Protocol):
 
     module: the weights.
     num_drafts: tokens that it drafts for a row in a round.
+    levels: tokens behind each other in its trees; 0: it drafts chains.
     width: numbers of the target's states of one token that it reads.
     layers: the attention of its layers.
     """
@@ -58,6 +57,8 @@ class Head(Protocol):
     def module(self) -> nn.Module: ...
     @property
     def num_drafts(self) -> int: ...
+    @property
+    def levels(self) -> int: ...
     @property
     def width(self) -> int: ...
     @property
@@ -71,7 +72,7 @@ class Head(Protocol):
         """Why the head cannot draft for a model; "" where it can."""
         ...
 
-    def weights(self, owner: Any) -> int:
+    def weights(self, owner: Any) -> float:
         """Numbers of the weights that the drafts of a round read, see `weights_of`."""
         ...
 
@@ -149,33 +150,20 @@ def why_not(module: nn.Module, owner: Any, words: int, width: int, states: Seque
     return ""
 
 
-def weights_of(module: nn.Module) -> int:
-    """Numbers of the weights of a module's linears, as far as they are modules: a step reads few
-    rows of embeddings, and of experts."""
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+def weights_of(module: nn.Module) -> float:
+    """Numbers of the weights that a step of one token reads: of linears, and of as many experts as
+    a token takes. It reads few rows of embeddings."""
+    modules = [*module.modules()]
+    linears = sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
+    return linears + sum(map(_of_experts, modules))
 
 
-class Calls:
-    """Calls of a head's module, whose linears are fused where it can be recorded. It computes in
-    its own dtype, which its pages have, whatever autocast is on around the model."""
-
-    def __init__(self, module: nn.Module, passes: Passes) -> None:
-        self._module, self._device = module, next(module.parameters()).device
-        self._kinds: Kinds | None = Kinds(passes)
-
-    def __call__(self, args: tuple[Any, ...], where: dict[str, Any]) -> Any:
-        with self.uncast():
-            if self._kinds is not None:
-                self._kinds.begin()
-                try:
-                    return self._kinds(self._module, 1, args, where)
-                except NotRegional:
-                    self._kinds = None
-            return self._module(*args, **where)
-
-    def uncast(self) -> AbstractContextManager[Any]:
-        """Without autocast. Prompts are of all lengths and are not recorded."""
-        return torch.autocast(self._device.type, enabled=False)
+def _of_experts(module: nn.Module) -> float:
+    """The numbers of one token's experts, where a module holds experts."""
+    config = getattr(module, "config", None)
+    taken = next((getattr(config, name) for name in _TAKEN if hasattr(config, name)), 0)
+    stacks = (p for p in module.parameters(recurse=False) if p.dim() == 3)
+    return sum(p.numel() * taken / p.shape[0] for p in stacks)
 
 
 class Steps:
@@ -193,13 +181,22 @@ class Steps:
         self._around = Around(embed, self.waiting.pages)
 
     def __call__(
-        self, tokens: Tensor, states: Tensor, batch: PagedBatch, rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        batch: PagedBatch,
+        rows: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[R, words]` and the head's states `[R, E]` at `rows`. See `Stepped.arguments`."""
-        found: tuple[Tensor, Tensor] = self._calls(
-            *self.head.arguments(tokens, states, batch, rows, self._around)
-        )
-        return found
+        """Logits `[R, words]` and the head's states `[R, E]` at `rows`. See `Stepped.arguments`.
+
+        mask: bool `[T, M * page_size]`, the keys that each token sees; None: those up to its own.
+        """
+        args, where = self.head.arguments(tokens, states, batch, rows, self._around)
+        if mask is not None:
+            where["mask"] = mask
+        logits, found = self._calls(args, where)
+        return logits.flatten(0, -2), found.flatten(0, -2)
 
     def read(self, tokens: Tensor, states: Tensor, batch: PagedBatch) -> None:
         """As `Drafts.read`."""

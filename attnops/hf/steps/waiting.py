@@ -95,6 +95,16 @@ class Waiting:
         """Take the states `[B, N, W]` of a step that has verified, before `pairs` or `wait`."""
         self._new[: hidden.shape[0] * hidden.shape[1]].copy_(hidden.flatten(0, 1))
 
+    def follow(self, path: Tensor) -> None:
+        """Of the states of a step that has verified trees, leave those of the nodes that are kept,
+        as if the step had verified a chain of them.
+
+        path: int32 `[B, N]`, the nodes that each row keeps in order, and -1 beyond.
+        """
+        nodes = self._new.shape[0] // path.shape[0]
+        kept = self._new[(self._first * nodes + path.clamp(min=0)).flatten()]
+        self._new[: kept.shape[0]].copy_(kept)
+
     def begin(
         self,
         read: list[Read],
@@ -158,3 +168,12 @@ class Waiting:
         batch = described(self.pages, self._held, None, new, self._heads)
         self._held.copy_(length)
         return Pairs(tokens.flatten(), states, batch, last)
+
+    def steps(self, stored: Tensor, count: int) -> tuple[PagedBatch, ...]:
+        """The batches of the next steps of one token a row, behind what the head has read. stored:
+        as in `wait`."""
+        before = stored - self.base
+        if self.pages.plan_of is None:
+            return self.pages.steps(before, count)
+        each = (before + n for n in range(count))
+        return tuple(described(self.pages, at, None, 1, self._heads) for at in each)
