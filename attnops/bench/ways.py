@@ -123,7 +123,7 @@ WAYS: dict[str, dict[str, How]] = {
         },
         **{
             f"attnops_{kind}_{often}": How({}, device="cuda")
-            for kind in ("right", "eagle3", "head_tree", *MTPS)
+            for kind in ("right", "eagle3", "head_tree", "dflash", *MTPS)
             for often in OFTEN
         },
         **{f"attnops_tree_{nodes}": How({}, device="cuda") for nodes in NODES},
