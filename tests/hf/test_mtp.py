@@ -31,7 +31,11 @@ KINDS = {
 
 def target(kind="glm4_moe"):
     name, words = KINDS[kind]
-    return tiny.model(name, **words)
+    model = tiny.model(name, **words)
+    with torch.no_grad():  # states before the last norm are then others
+        weight = model.get_decoder().norm.weight
+        weight.add_(torch.linspace(-0.8, 2.0, len(weight)))
+    return model
 
 
 def states_of(model, texts):
@@ -44,7 +48,10 @@ def step(model, layer, tokens, hidden):
     """The layer over whole texts, by transformers' own attention. int64 `[B, S]`, `[B, S, E]`."""
     length = tokens.shape[1]
     mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
-    where = {"position_ids": torch.arange(length)[None], "attention_mask": mask}
+    decoder, at = model.get_decoder(), torch.arange(length)[None]
+    kinds = 3 if "qwen3_5" in model.config.model_type else 0  # time, height and width
+    turned = decoder.rotary_emb(hidden, at.expand(kinds, 1, length) if kinds else at)
+    where = {"position_embeddings": turned, "position_ids": at, "attention_mask": mask}
     return layer(model.get_input_embeddings()(tokens), hidden, **where)
 
 
