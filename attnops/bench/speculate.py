@@ -13,8 +13,9 @@ probability, in percent. `attnops_eagle3_0`, `_80`, `_100`: an EAGLE-3 head of t
 drafts five, with all of its launches and bytes. The logit of a word that is so often right is
 raised. `attnops_mtp1_0`, `attnops_mtp3_80`, ...: an MTP layer of the model's own class drafts one
 token, or three, likewise. It knows the text as the model does, and an embedding of the other sign
-makes a wrong word. `attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many nodes, the root
-included. One branch is right, seven tokens deep, and its tokens come after their wrong siblings.
+makes a wrong word. `attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many nodes,
+the root included. One branch is right, seven tokens deep, and its tokens come after their wrong
+siblings.
 `hf`, `hf_lookup`: transformers, which looks up for one row alone; they run only if `--ways`
 names them.
 

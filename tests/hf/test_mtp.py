@@ -272,15 +272,15 @@ def test_what_patch_takes_over_in_a_layer(tmp_path):
     """As in the model, until unpatch(): experts, routers and rows."""
     model = target()
     layer = layer_of(model)
-    before = [type(each) for each in layer.modules()]
+    before = [type(each) for each in layer.layer.modules()]
     handle = attnops.patch(model, speculate=layer)
-    taken = [type(each) for each in layer.modules()]
+    taken = [type(each) for each in layer.layer.modules()]
     assert is_taken(layer.layer.mlp.experts) and taken != before
     assert layer.layer.self_attn.config is model.config
     assert attnops.patch(model, speculate=layer) is handle
     handle.unpatch()
     assert not is_taken(layer.layer.mlp.experts)
-    assert [type(each) for each in layer.modules()] == before
+    assert [type(each) for each in layer.layer.modules()] == before
 
 
 def test_what_a_step_reads():
