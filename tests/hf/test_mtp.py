@@ -30,7 +30,11 @@ KINDS = {
 
 def target(kind="glm4_moe"):
     name, words = KINDS[kind]
-    return tiny.model(name, **words)
+    model = tiny.model(name, **words)
+    with torch.no_grad():  # states before the last norm are then others
+        weight = model.get_decoder().norm.weight
+        weight.add_(torch.linspace(-0.8, 2.0, len(weight)))
+    return model
 
 
 def states_of(model, texts):
@@ -43,7 +47,10 @@ def step(model, layer, tokens, hidden):
     """The layer over whole texts, by transformers' own attention. int64 `[B, S]`, `[B, S, E]`."""
     length = tokens.shape[1]
     mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
-    where = {"position_ids": torch.arange(length)[None], "attention_mask": mask}
+    decoder, at = model.get_decoder(), torch.arange(length)[None]
+    kinds = 3 if "qwen3_5" in model.config.model_type else 0  # time, height and width
+    turned = decoder.rotary_emb(hidden, at.expand(kinds, 1, length) if kinds else at)
+    where = {"position_embeddings": turned, "position_ids": at, "attention_mask": mask}
     return layer(model.get_input_embeddings()(tokens), hidden, **where)
 
 
@@ -251,15 +258,15 @@ def test_what_patch_takes_over_in_a_layer(tmp_path):
     """As in the model, until unpatch(): experts, routers and rows."""
     model = target()
     layer = layer_of(model)
-    before = [type(each) for each in layer.modules()]
+    before = [type(each) for each in layer.layer.modules()]
     handle = attnops.patch(model, speculate=layer)
-    taken = [type(each) for each in layer.modules()]
+    taken = [type(each) for each in layer.layer.modules()]
     assert is_taken(layer.layer.mlp.experts) and taken != before
     assert layer.layer.self_attn.config is model.config
     assert attnops.patch(model, speculate=layer) is handle
     handle.unpatch()
     assert not is_taken(layer.layer.mlp.experts)
-    assert [type(each) for each in layer.modules()] == before
+    assert [type(each) for each in layer.layer.modules()] == before
 
 
 def test_what_a_step_reads():
