@@ -102,22 +102,23 @@ def always(monkeypatch):
 
 
 LAYERS: dict[str, dict[str, int]] = {"gemma3": {}}
+PENALTY = {"repetition_penalty": 1.5, "min_new_tokens": 9, "eos_token_id": 125, "pad_token_id": 0}
 TREES = [
-    ("llama", (9, 3, 3)),
-    ("llama", (5, 1, 4)),
-    ("gemma3", (12, 4, 2)),
-    ("gpt_oss", (6, 2, 4)),
+    ("llama", (9, 3, 3), {}),
+    ("llama", (6, 2, 4), PENALTY),
+    ("gemma3", (12, 4, 2), {}),
+    ("gpt_oss", (5, 1, 4), {}),
 ]
-"""Nodes, depth and top_k."""
+"""Nodes, depth and top_k; and more of a call. A penalty counts the drafts before a token."""
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("kind", "shape"), TREES)
-def test_what_a_head_drafts(kind, shape, proposed, always):
+@pytest.mark.parametrize(("kind", "shape", "more"), TREES)
+def test_what_a_head_drafts(kind, shape, more, proposed, always):
     """From prompts with padding, in graphs and in the model's own layers, and from rounds whose
     rows accept branches of different lengths."""
     model = tiny.model(kind, **LAYERS.get(kind, {"num_hidden_layers": 4}))
-    calls = [{**asked(rows), "max_new_tokens": 18} for rows in (1, 3, 3)]
+    calls = [{**asked(rows), "max_new_tokens": 18, **more} for rows in (1, 3, 3)]
     texts = [model.generate(**given) for given in calls]
     head = taught(model, head_of(model, draft_vocab_size=None), texts[2][::2])
     tree = DraftTree(head, *shape)
