@@ -20,12 +20,14 @@ from attnops.hf.steps import rounds
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.round_graph import Round
-from attnops.hf.steps.speculate import plan_of
+from attnops.hf.steps.speculate import Plan, plan_of
 from attnops.nn import DraftTree
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, patched, words_of, worth
 from tests.hf.test_heads import taught
 from tests.test_judge import H200
+
+COST = Plan.cost  # tests run without it, see the fixture
 
 
 class Node(NamedTuple):
@@ -100,22 +102,23 @@ def always(monkeypatch):
 
 
 LAYERS: dict[str, dict[str, int]] = {"gemma3": {}}
+PENALTY = {"repetition_penalty": 1.5, "min_new_tokens": 9, "eos_token_id": 125, "pad_token_id": 0}
 TREES = [
-    ("llama", (9, 3, 3)),
-    ("llama", (5, 1, 4)),
-    ("gemma3", (12, 4, 2)),
-    ("gpt_oss", (6, 2, 4)),
+    ("llama", (9, 3, 3), {}),
+    ("llama", (6, 2, 4), PENALTY),
+    ("gemma3", (12, 4, 2), {}),
+    ("gpt_oss", (5, 1, 4), {}),
 ]
-"""Nodes, depth and top_k."""
+"""Nodes, depth and top_k; and more of a call. A penalty counts the drafts before a token."""
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("kind", "shape"), TREES)
-def test_what_a_head_drafts(kind, shape, proposed, always):
+@pytest.mark.parametrize(("kind", "shape", "more"), TREES)
+def test_what_a_head_drafts(kind, shape, more, proposed, always):
     """From prompts with padding, in graphs and in the model's own layers, and from rounds whose
     rows accept branches of different lengths."""
     model = tiny.model(kind, **LAYERS.get(kind, {"num_hidden_layers": 4}))
-    calls = [{**asked(rows), "max_new_tokens": 18} for rows in (1, 3, 3)]
+    calls = [{**asked(rows), "max_new_tokens": 18, **more} for rows in (1, 3, 3)]
     texts = [model.generate(**given) for given in calls]
     head = taught(model, head_of(model, draft_vocab_size=None), texts[2][::2])
     tree = DraftTree(head, *shape)
@@ -196,7 +199,7 @@ def test_what_a_round_is_planned_for():
     head = head_of(model)
     chain, tree = plan_of(head), plan_of(DraftTree(head, 9, 3, 3))
     assert chain.form.depths == (1, 4, 6) and tree.form.depths == (1, 9)
-    assert tree.cost(model) == pytest.approx(chain.cost(model) / 5 * 3 * 1.04)
+    assert COST(tree, model) == pytest.approx(COST(chain, model) / 5 * 3 * 1.04)
 
 
 def test_layers_with_states_follow_one_chain():
