@@ -173,7 +173,7 @@ class Patched(Handle):
                 )
             self._undo()
 
-    def layer_ahead(self) -> MTPLayer:
+    def _layer_ahead(self) -> MTPLayer:
         """The layer of the model that drafts: that of its checkpoint, loaded at the first call,
         where `speculate=` named none. Raises PatchError."""
         with PATCHING:

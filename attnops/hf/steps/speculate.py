@@ -246,7 +246,7 @@ def drafting(
 def _by_layer(owner: Any, kwargs: dict[str, Any]) -> Drafting:
     """By the MTP layer of the model's checkpoint."""
     try:
-        head = Mtp(vars(owner)[MARK].layer_ahead())
+        head = Mtp(vars(owner)[MARK]._layer_ahead())
     except PatchError as error:
         return Drafting(kwargs, None, f"transformers' own loop drafts: {one_line(error)}")
     return _without({**kwargs, USE_MTP: False}, Plan(Form(head.num_drafts, 0, head)))
