@@ -84,16 +84,16 @@ class Blocks:
         self, texts: Tensor, counts: Tensor, stored: Tensor, queries: int, late: bool
     ) -> Proposal:
         """As `Drafts.propose`."""
-        waiting, rows = self.waiting, len(stored)
+        waiting, length = self.waiting, stored - self.waiting.base
         tokens, states, context, last = waiting.pairs(texts, counts, stored, queries, late)
-        number = torch.arange(len(tokens), device=last.device).view(rows, -1)
-        # What is behind the last pair would lie where the block does.
-        slots = torch.where(number <= last[:, None], context.slots.view(rows, -1), -1)
+        # What is behind the text would lie where the block does.
+        is_text = context.positions.view(len(length), -1) < length[:, None]
+        slots = torch.where(is_text.flatten(), context.slots, -1)
         size, pages = self._module.block_size, waiting.pages
         where = {
             "embeddings": self._embed.weight,
-            "context": replace(context, slots=slots.flatten()),
-            "batch": described(pages, stored - waiting.base, None, size, self._heads),
+            "context": replace(context, slots=slots),
+            "batch": described(pages, length, None, size, self._heads),
             **self._pages,
         }
         hidden = self._calls((tokens[last], states), where)
