@@ -6,6 +6,7 @@ import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,20 +16,21 @@ import attnops
 from attnops.core.errors import PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
-from attnops.hf.steps import hidden, prompt, rounds
-from attnops.hf.steps.heads import HeadDrafts, states_of
+from attnops.hf.steps import hidden, prompt, round_graph, rounds
+from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.hidden import Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds
+from attnops.hf.steps.waiting import Waiting
 from tests.hf.decoding import auto
-from tests.hf.drafting import asked, head_of, words_of, worth
+from tests.hf.drafting import asked, head_of, right, words_of, worth
 
 
 @torch.no_grad()
 def chain(model, head, text, drafts, skipped=0):
     """What the head drafts after a text, from the states of the whole text."""
     states = model(text[None, :-1], output_hidden_states=True).hidden_states
-    hidden = torch.cat([states[n] for n in states_of(head, len(states) - 1)], -1)[0, skipped:]
+    hidden = torch.cat([states[n] for n in Eagle(head).states_of(len(states) - 1)], -1)[0, skipped:]
     embed, found = model.get_input_embeddings(), []
     tokens = text[1 + skipped :]
     for _ in range(drafts):
@@ -46,38 +48,17 @@ def patched(model, head):
     return ours, attnops.patch(ours, decode=auto(compile_after=None), speculate=head)
 
 
-@pytest.fixture
-def proposed(monkeypatch):
-    """Of each round: the tokens that each row's pages keep, and the drafts behind the next one."""
-    found, own = [], Round.send
-
-    def noted(made, draft):
-        found.append((made.stored.clone(), made._drafts[:, 1:].clone()))
-        own(made, draft)
-
-    monkeypatch.setattr(Round, "send", noted)
-    return found
-
-
 def check(model, head, given, want, proposed, skipped=0):
     """Each draft is what the head drafts after the whole text, of which it has not read the first
     tokens."""
-    proposed = [(stored, tokens) for stored, tokens in proposed if (tokens >= 0).any()]
-    assert len(proposed) > 3
-    pad = (given["attention_mask"] == 0).sum(1)
-    for stored, tokens in proposed:
-        for row, length in enumerate(pad + stored + 1):
-            if length < want.shape[1]:
-                text = want[row, pad[row] : length]
-                drafts = chain(model, head, text, tokens.shape[1], skipped)
-                assert torch.equal(tokens[row], drafts)
+    right(partial(chain, model, head, skipped=skipped), given, want, proposed)
 
 
 def taught(model, head, texts, steps=60):
     """The head, which has learned the next tokens of these texts int64 `[B, S]`."""
     with torch.no_grad():
         states = model(texts, output_hidden_states=True).hidden_states
-        hidden = torch.cat([states[n] for n in states_of(head, len(states) - 1)], -1)[:, :-2]
+        hidden = torch.cat([states[n] for n in Eagle(head).states_of(len(states) - 1)], -1)[:, :-2]
         embeddings = model.get_input_embeddings()(texts[:, 1:-1])
     words = texts[:, 2:]
     learned = torch.optim.Adam(head.parameters(), 0.01)
@@ -216,18 +197,18 @@ def test_a_head_that_has_not_read_the_turns_before(proposed):
 
 def test_states_of_a_prompt_that_runs_again(monkeypatch):
     """Its graphs have read a part of it, and then the model's own layers run it all."""
-    own, begin, parts = prompt.Prompts._tried, HeadDrafts.begin, []
+    own, begin, parts = prompt.Prompts._tried, Waiting.begin, []
 
     def tried(prompts, *given):
         own(prompts, *given)
         prompts.why = "of the test"
 
-    def begun(drafts, read, *given):
+    def begun(waiting, read, *given):
         parts.append(len(read))
-        begin(drafts, read, *given)
+        begin(waiting, read, *given)
 
     monkeypatch.setattr(prompt.Prompts, "_tried", tried)
-    monkeypatch.setattr(HeadDrafts, "begin", begun)
+    monkeypatch.setattr(Waiting, "begin", begun)
     model = tiny.model("llama", num_hidden_layers=4)
     ours, _ = patched(model, head_of(model))
     given = {**asked(1), "max_new_tokens": 6}
@@ -358,8 +339,18 @@ def test_a_folder(tmp_path):
 
 
 def test_a_head_that_is_seldom_right(proposed, monkeypatch):
-    """It reads nothing while nothing is drafted, and then all that it missed."""
-    monkeypatch.setattr(rounds, "PROBE", 5)
+    """It reads little while nothing is drafted, every fifth round what it missed, and before it
+    drafts again the rest."""
+    for module in (rounds, round_graph):
+        monkeypatch.setattr(module, "PROBE", 5)
+    monkeypatch.setattr(rounds, "PROBE_MOST", 20)
+    ways, own = [], Round._way
+
+    def noted(made, drafts):
+        ways.append(own(made, drafts))
+        return ways[-1]
+
+    monkeypatch.setattr(Round, "_way", noted)
     model = tiny.model("llama", num_hidden_layers=4)
     head = head_of(model)
     ours, _ = patched(model, head)
@@ -369,4 +360,6 @@ def test_a_head_that_is_seldom_right(proposed, monkeypatch):
     idle = [bool((tokens < 0).all()) for _, tokens in proposed]
     assert 4 < len(idle) - sum(idle) < len(idle) / 2
     assert (True, False) in pairwise(idle)
+    assert ways.count("late") > 1 and ways.count("reads") > ways.count("late")
+    assert all(ways[at - 4 : at] == ["waits"] * 4 for at, way in enumerate(ways) if way == "reads")
     check(model, head, given, want, proposed)

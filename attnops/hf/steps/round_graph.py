@@ -4,13 +4,15 @@ as one captured graph for each number of tokens."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from attnops.cache.paged import ordinary
+from attnops.core.precompile import ahead
 from attnops.core.record import need
 from attnops.graphs.cuda_graphs import Device
 from attnops.graphs.streams import LastStream
@@ -19,60 +21,14 @@ from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.graphed_steps import Passes
-from attnops.hf.steps.heads import HeadDrafts
+from attnops.hf.steps.heads import Drafts
 from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.paths import Paths
+from attnops.hf.steps.round_kinds import PROBE, Form, Kind, News, Way
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
-from attnops.nn import Draft, DraftState, Eagle3Head
+from attnops.hf.steps.waiting import Room
+from attnops.nn import Draft, DraftState, Proposal
 from attnops.ops import advance_rows, lookup_drafts, next_inputs
-
-
-class Form(NamedTuple):
-    """What graphs of rounds are made for.
-
-    drafts: tokens that are drafted at most. max_ngram: of the longest text that is looked up in the
-    row's own; 0: others draft. head: a draft head that does. trees: may they draft trees?
-    """
-
-    drafts: int = 7
-    max_ngram: int = 3
-    head: Eagle3Head | None = None
-    trees: bool = False
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        """Tokens of a row that a round may verify. The first is known. The others are no drafts,
-        half of them, or all."""
-        return tuple(sorted({1, 1 + (self.drafts + 1) // 2, 1 + self.drafts}))
-
-
-PROBE = 32
-"""Rounds without drafts before another one tries them. One that tries takes 1.1 to 2 steps, or 4
-for the largest trees of 8 rows, so that trying costs 1 to 9%."""
-
-Way = Literal["", "drafts", "waits", "late"]
-"""What a head does in a choice: it drafts, lets states wait, or drafts after states have waited."""
-
-
-class Kind(NamedTuple):
-    """A choice that has a graph of its own. queries: tokens of a row. way: of a head; "" without
-    one."""
-
-    queries: int
-    way: Way
-
-
-class News(NamedTuple):
-    """Of a round, on the host.
-
-    counts: the tokens that each row got. tokens: those tokens, by row.
-    offered: the most tokens that were drafted for a row next. done: is every row finished?
-    """
-
-    counts: list[int]
-    tokens: list[list[int]]
-    offered: int
-    done: bool
 
 
 class Round:
@@ -95,10 +51,10 @@ class Round:
         self,
         choice: Choice,
         processors: Sequence[Callable[..., Any]],
-        embed: nn.Module,
+        owner: Any,
         passes: Passes = (),
     ) -> None:
-        """embed: the embeddings of the model. passes: over the recorded layers of a head."""
+        """owner: the model. passes: over the recorded layers of a head."""
         self.choice, self.form = choice, choice.drafts or Form()
         rows, most, device = choice.rows, self.form.depths[-1], choice.device
         self._far = device.type == "cuda"
@@ -122,17 +78,18 @@ class Round:
             self._accepted = torch.zeros(rows * most, dtype=torch.int32, device=device)
             self._news = ints(rows * (3 + most))
             self._offered, self._unfinished = self._news[: 2 * rows].view(2, rows)
-            self._head: HeadDrafts | None = None
+            self._head: Drafts | None = None
             if (head := self.form.head) is not None:
-                self._head = HeadDrafts(head, embed, passes, rows, choice.room, most, PROBE)
+                room = Room(rows, choice.room, most, PROBE)
+                self._head = head.drafts(owner, passes, room)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
-        self.paths = Paths(rows, most, device) if self.form.trees else None
+        self.paths = Paths(rows, most, device) if self.form.levels else None
         self._stream = LastStream(device, self._tensors())
         self._arrived = torch.cuda.Event() if self._far else None
         self.graphs = ChoiceGraphs()
         self.tree = False
         self._device: Device | None = None
-        self._queries, self._waits = 1, False
+        self._queries, self._waited = 1, 0
         self._chained = False  # do states of the model follow one chain?
         self._missed = 0
 
@@ -143,13 +100,13 @@ class Round:
         steps = self._drafts, self.input, self.positions, self._lengths
         numbers = self._eos, self._pad, self._most, self._news
         trees = () if self.paths is None else self.paths.tensors
-        head = () if self._head is None else self._head.tensors
+        head = () if self._head is None else self._head.waiting.tensors
         return self._scores, *noise, self.tokens, *rows, *steps, *numbers, *trees, *head
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers and of its graphs."""
-        head = 0 if self._head is None else self._head.pages.nbytes
+        head = 0 if self._head is None else self._head.waiting.pages.nbytes
         paths = 0 if self.paths is None else self.paths.nbytes
         return head + paths + self.graphs.nbytes + sum(each.nbytes for each in self._tensors())
 
@@ -157,12 +114,19 @@ class Round:
         """Capture the graphs, before `begin`."""
         self._stream.use()
         self._device = device
+        self.graphs.capture(device, self._kinds(), self._clear, self._choose)
+
+    def begin_kernels(self) -> None:
+        """Have the kernels of its graphs begin to be compiled."""
+        with suppress(Exception), ahead():  # the capture raises it
+            for kind in self._kinds():
+                self._choose(kind)
+
+    def _kinds(self) -> list[Kind]:
         depths = self.form.depths[::-1]
         ways: tuple[Way, ...] = ("",) if self._head is None else ("drafts", "waits")
         kinds = [Kind(n, way) for n in depths for way in ways]
-        if self._head is not None:
-            kinds.append(Kind(1, "late"))
-        self.graphs.capture(device, kinds, self._clear, self._choose)
+        return kinds if self._head is None else [*kinds, Kind(1, "late"), Kind(1, "reads")]
 
     def _clear(self) -> None:
         for each in self._tensors():
@@ -196,11 +160,12 @@ class Round:
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
-        self._waits = self.tree = False
+        self._waited, self.tree = 0, self._head is not None and self.form.levels > 0
         if self.paths is not None:
             self.paths.take(None)
         if self._head is not None:
-            self._head.begin(read, ids, padding - (asked.columns - length), stored)
+            shift = padding - (asked.columns - length)
+            self._head.waiting.begin(read, ids, shift, stored, self._head.read)
 
     def step(self, queries: int) -> StepInputs:
         """What a step over the first so many tokens of the next input is called with."""
@@ -217,13 +182,13 @@ class Round:
         logits = out.logits
         rows, queries = self.choice.rows, logits.shape[1]
         if self._head is not None and out.hidden is not None:
-            self._head.take(out.hidden)
+            self._head.waiting.take(out.hidden)
         self._queries = queries
         self._scores[: rows * queries].copy_(logits.reshape(rows * queries, -1))
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
         way = self._way(drafts)
-        self._waits = way == "waits"
+        self._waited = self._waited + 1 if way == "waits" else 0
         self.graphs.run(Kind(queries, way), self._choose)
         if self.paths is not None and self.tree and queries > 1:
             self.paths.run(queries, self._move)
@@ -233,8 +198,8 @@ class Round:
         if self._head is None:
             return ""
         if not drafts:
-            return "waits"
-        return "late" if self._waits else "drafts"
+            return "waits" if self._waited < PROBE - 1 else "reads"
+        return "late" if self._waited else "drafts"
 
     def send(self, draft: Draft | None) -> None:
         """Send the news of the choice to the host. draft: proposes tokens that are not looked up;
@@ -300,25 +265,43 @@ class Round:
             accepted=self._path(queries),
             news=news,
         )
-        self._draft(self._drafted(kind, news[:, 0]))
+        found = self._drafted(kind, news[:, 0])
+        self._draft(found.tokens)
+        if found.parents is not None:
+            self._branch(found.parents)
 
-    def _drafted(self, kind: Kind, counts: Tensor) -> Tensor:
-        """int64 `[B, K]`: what may follow the last token of each row. K is 0 where an object drafts
-        later, or nothing does. counts: int64 `[B]`, the tokens that each row has got."""
+    def _drafted(self, kind: Kind, counts: Tensor) -> Proposal:
+        """What may follow the last token of each row. It has no token where an object drafts later,
+        or nothing does. counts: int64 `[B]`, the tokens that each row has got."""
         drafts, max_ngram = self.form[:2]
-        if self._head is not None and kind.way == "waits":
-            self._head.wait(kind.queries, counts, self.stored)
-        elif self._head is not None:
-            late = kind.way == "late"
-            return self._head.propose(
-                self.tokens, counts, self.stored, kind.queries, late=late, drafts=drafts
-            )
+        if self._head is not None:
+            return self._of_head(self._head, kind, counts)
         if max_ngram:
             drafted, _ = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
             )
-            return drafted
-        return self.tokens[:, :0]
+            return Proposal(drafted)
+        return Proposal(self.tokens[:, :0])
+
+    def _read(self, head: Drafts, queries: int) -> int:
+        """The states of each row that the head may have to read of a step of so many tokens."""
+        if queries == 1 or not self.form.levels:
+            return queries
+        path = self._path(queries)[:, : self.form.levels + 1]
+        head.waiting.follow(path)
+        return path.shape[1]
+
+    def _of_head(self, head: Drafts, kind: Kind, counts: Tensor) -> Proposal:
+        """As `_drafted`."""
+        queries, late = self._read(head, kind.queries), kind.way == "late"
+        if kind.way in ("drafts", "late"):
+            return head.propose(self.tokens, counts, self.stored, queries, late)
+        if kind.way == "waits":
+            head.waiting.wait(queries, counts, self.stored)
+        else:
+            pairs = head.waiting.pairs(self.tokens, counts, self.stored, queries, late=True)
+            head.read(pairs.tokens, pairs.states, pairs.batch)
+        return Proposal(self.tokens[:, :0])
 
     def _chosen(self, queries: int) -> Tensor:
         """int64 `[B, N]`: the token that the model chooses after each token of the input."""
@@ -382,6 +365,11 @@ class Round:
         if self.paths is None or not (self.tree or parents is not None):
             return
         self.tree = parents is not None
+        self._branch(parents)
+
+    def _branch(self, parents: Tensor | None) -> None:
+        """Make the drafts of the next input a tree. parents: as of a `Proposal`."""
+        assert self.paths is not None
         self.paths.take(parents)
         at = self._position[:, None] + self.paths.depths
         self.positions.copy_(torch.minimum(at, self._last[:, None]))
