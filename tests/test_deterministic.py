@@ -2,19 +2,21 @@
 on its mates."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+import attnops
 from attnops.core.kernel import Invariant, all_kernels, extent_at_most, kernels_of
 from attnops.core.problem import Extent, Problem, Target, altered
 from attnops.core.record import changed
 from attnops.core.select import Policy, select, select_by, without_sizes
 from attnops.kernels.torch import aten_flash
 from attnops.measured import in_force
-from attnops.ops import OPS
+from attnops.ops import OPS, paged_attention
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Features, Source, check_kernel, make_call
 from tests.mates import (
@@ -344,6 +346,18 @@ def test_the_size_of_pages(op, features):
     call = STEPS[op](features)
     assert select(call.problem, DETERMINISTIC).kernel.invariant.any_page
     same_bits_in_any_page(call)
+
+
+def test_pages_are_never_copied_whole():
+    """Those whose tokens do not follow each other in memory, here as one page in many places."""
+    page = torch.randn(1, 64, 8, 128)
+    pages = page.expand(2**31 - 1, -1, -1, -1)  # 512 TiB as a copy
+    query, table = torch.randn(2, 8, 128), torch.zeros(2, 1, dtype=torch.int32)
+    lengths, starts = (torch.tensor(x, dtype=torch.int32) for x in ((3, 60), (0, 1, 2)))
+    attend = partial(paged_attention, max_seqlen_q=1, holes=False)
+    with attnops.use(deterministic=True):
+        found, want = (attend(query, x, x, table, lengths, starts) for x in (pages, page))
+    torch.testing.assert_close(found, want)
 
 
 MULTIPLY = [k for k in all_kernels() if k.name == "reference" and k.invariant.needs]

@@ -167,8 +167,8 @@ def _own_pages(call: Any, b: int) -> dict[str, Tensor]:
         return {}
     length, page = max(int(call.seq_lens[b]), 1), next(iter(pools.values())).shape[1]
     table = call.page_table[b : b + 1, : -(-length // page)]
-    # What is written must be the pages themselves, and no copy.
-    copied = any(x.stride(0) != page * x.stride(1) for n, x in pools.items() if spec[n].written)
+    # A copy of the pages would lose what is written, and cost more than the call.
+    copied = any(x.stride(0) != page * x.stride(1) for x in pools.values())
     if copied or call.holes or getattr(call, "mask", None) is not None:
         return {"page_table": table}
     slots = (table[:, :, None] * page + torch.arange(page, dtype=table.dtype)).flatten(1)
