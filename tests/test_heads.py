@@ -270,7 +270,9 @@ REFUSED = {
     "hidden size of the target in the config: got 20, want 24, the width": loaded(
         target=nn.Embedding(V, E)
     ),
-    "config.num_hidden_layers: got 2, want 1": loaded(config={"num_hidden_layers": 2}),
+    "config.num_hidden_layers: got 2, want 1 in an EAGLE-3 head": loaded(
+        config={"num_hidden_layers": 2}
+    ),
     "config.hidden_act: got 'gelu', want 'silu'": loaded(config={"hidden_act": "gelu"}),
     "config.hidden_size: got None, want an int >= 1": loaded(config={"hidden_size": None}),
     "config.hidden_size: got 60, want another number than": loaded(config={"hidden_size": 60}),

@@ -104,7 +104,7 @@ class Eagle3Head(nn.Module):
             ("num_hidden_layers", config.get("num_hidden_layers", 1), 1),
             ("hidden_act", config.get("hidden_act", "silu"), "silu"),
         ):
-            need(given == want, f"config.{field}", repr(given), repr(want))
+            need(given == want, f"config.{field}", repr(given), f"{want!r} in an EAGLE-3 head")
         self.hidden_size = check.size("config.hidden_size", config.get("hidden_size"))
         self.target_hidden_size = check.size(
             "config.target_hidden_size", config.get("target_hidden_size") or self.hidden_size
