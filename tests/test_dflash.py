@@ -128,6 +128,7 @@ REFUSED = {
     ),
     "config.selector_rank: got 256, want None": loaded(dflash_config={"selector_rank": 256}),
     "config.use_swa: got True, want False": loaded(dflash_config={"use_swa": True}),
+    "config.is_neox_style: got False, want True": loaded(is_neox_style=False),
     "config.hidden_act: got 'gelu', want 'silu'": loaded(hidden_act="gelu"),
     "config.num_hidden_layers: got None, want an int >= 1": lambda: DFlashHead(
         {**words_of(), "num_hidden_layers": None}
