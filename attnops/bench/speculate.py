@@ -225,8 +225,7 @@ class KnownLayer(MTPLayer):
         # What the layer adds to that is small.
         self.eh_proj.weight[:, : self.hidden_size].diagonal().add_(LOUD)
         self.shared_head["head"], self.num_drafts = head, drafts
-        self.right = torch.ones((), device=device)
-        self._odds = torch.rand(NUMBERS, generator=numbers, device=device)
+        self.right, self._odds = torch.ones((), device=device), _odds(device)
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, *, rows: Tensor | None = None, **where: Any

@@ -192,20 +192,19 @@ def _prefix(config: Mapping[str, Any], index: int) -> str:
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> tuple[dict[str, Tensor], str]:
-    """(those of the whole layer by our names, the names that they were found by)."""
-    found = _behind(QWEN, tensors)
-    if found:
+    """(those of the whole layer by our names, the names that were looked for)."""
+    if named := _behind(QWEN, tensors):
         for theirs, ours in _OF_QWEN.items():
-            found = {
+            named = {
                 ours + name.removeprefix(theirs) if name.startswith(theirs) else name: tensor
-                for name, tensor in found.items()
+                for name, tensor in named.items()
             }
-        return found, f"{QWEN}*"
-    found = {
+        return named, f"{QWEN}*"
+    named = {
         name if name.startswith(OWN) else f"layer.{name}": tensor
         for name, tensor in _behind(prefix, tensors).items()
     }
-    return found, f"{QWEN}* or {prefix}*" if not found else f"{prefix}*"
+    return named, f"{prefix}*" if named else f"{QWEN}* or {prefix}*"
 
 
 def _behind(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
