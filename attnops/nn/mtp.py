@@ -131,11 +131,11 @@ class MTPLayer(nn.Module):
             InvalidInput: a tensor is missing, has no place here or another shape, or the target has
                 another vocabulary or hidden size.
         """
+        given, what = _named(tensors, _prefix(config, index))
+        need(bool(given), "tensors", f"none named {what}", "a checkpoint with such a layer")
         with torch.device("meta"):
             made = cls(config, layer, norm=norm)
         fits(target, made.vocab_size, made.hidden_size)
-        given, what = _named(tensors, _prefix(config, index))
-        need(bool(given), "tensors", f"none named {what}", "a checkpoint with such a layer")
         if target is not None:
             given.pop("embed_tokens.weight", None)
         elif "embed_tokens.weight" in given:

@@ -1,6 +1,7 @@
 """MTP layers in generate(): what they draft, and where they come from."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +181,19 @@ def test_a_model_without_an_mtp_layer(tmp_path):
     )
 
 
+LACKING = {"longcat_flash": "layers with attention", "gpt2": "layers with", "lfm2": "norm behind"}
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_a_model_that_cannot_have_an_mtp_layer(kind, monkeypatch):
+    model, want = tiny.model(kind, vocab_size=128), f"has no {LACKING[kind]}"
+    monkeypatch.setattr(model.config, "name_or_path", str(Path(__file__).parent))
+    with pytest.raises(PatchError, match=want):
+        attnops.patch(model, speculate="mtp")
+    with pytest.raises(PatchError, match=want):
+        attnops.patch(model, speculate=layer_of(target()))
+
+
 def test_a_checkpoint_in_the_cache_of_the_hub(tmp_path, monkeypatch):
     model = target("qwen3_5")
     folder = tmp_path / "models--some--model" / "snapshots" / "main"
@@ -233,8 +247,6 @@ def test_a_layer_of_another_model():
         attnops.patch(other, speculate=layer_of(model))
     with pytest.raises(PatchError, match=r"it is torch\.float16 on cpu, and Glm4Moe"):
         attnops.patch(copy.deepcopy(model), speculate=layer_of(model).half())
-    with pytest.raises(PatchError, match="GPT2LMHeadModel has no norm"):
-        attnops.patch(tiny.model("gpt2", vocab_size=128), speculate=layer_of(model))
 
 
 def test_a_module_drafts_in_a_chat(proposed):

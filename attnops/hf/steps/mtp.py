@@ -75,16 +75,14 @@ class Mtp:
 
     def against(self, owner: Any) -> str:
         module, embed = self.module, owner.get_input_embeddings().weight
-        weight, model, decoder = module.eh_proj.weight, type(owner).__name__, owner.get_decoder()
+        weight, model = module.eh_proj.weight, type(owner).__name__
         sizes = module.vocab_size, module.hidden_size
         if sizes != tuple(embed.shape):
             got = f"it has {sizes[0]} words of {sizes[1]} numbers"
             return f"{got}, and {model} has {embed.shape[0]} of {embed.shape[1]}"
-        lacking = [name for name in ("norm", "rotary_emb") if not hasattr(decoder, name)]
-        if lacking:
-            return f"{model} has no {lacking[0]} behind or beside its layers"
-        like = _like(owner)
-        if like is None or type(module.layer) is not type(like):
+        if why := _why_none(owner):
+            return why
+        if type(module.layer) is not type(_like(owner)):
             name = type(module.layer).__name__
             return f"its layer is a {name}; want one of {model}'s own, with attention over keys"
         if (weight.device, weight.dtype) != (embed.device, embed.dtype):
@@ -146,9 +144,8 @@ def loaded(owner: Any, held: Any) -> MTPLayer:
         folder = _folder_of(owner)
         if isinstance(held, MTPLayer) and held.folder == folder:
             return held
-        if like is None:
-            name = type(owner).__name__
-            fail(PatchError, f"{name} has no layers with attention like that of its MTP layer")
+        if why := _why_none(owner):
+            fail(PatchError, why)
         with torch.device("meta"):
             layer = type(like)(like.self_attn.config, like.self_attn.layer_idx)
         embed, head = owner.get_input_embeddings(), owner.get_output_embeddings()
@@ -170,7 +167,17 @@ def loaded(owner: Any, held: Any) -> MTPLayer:
 def _like(owner: Any) -> Any:
     """The last decoder layer of a model with attention over keys or latents; None without one."""
     layers = getattr(owner.get_decoder(), "layers", ())
-    return next((layer for layer in reversed(layers) if hasattr(layer, "self_attn")), None)
+    attends = (x for x in reversed(layers) if hasattr(getattr(x, "self_attn", None), "layer_idx"))
+    return next(attends, None)
+
+
+def _why_none(owner: Any) -> str:
+    """Why a model can have no such layer; "" where it can."""
+    model, decoder = type(owner).__name__, owner.get_decoder()
+    if _like(owner) is None:
+        return f"{model} has no layers with attention like that of its MTP layer"
+    lacking = [name for name in ("norm", "rotary_emb") if not hasattr(decoder, name)]
+    return f"{model} has no {lacking[0]} behind or beside its layers" if lacking else ""
 
 
 def _folder_of(owner: Any) -> str:
