@@ -173,7 +173,7 @@ class Patched(Handle):
                 )
             self._undo()
 
-    def layer_ahead(self) -> MTPLayer:
+    def _layer_ahead(self) -> MTPLayer:
         """The layer of the model that drafts: that of its checkpoint, loaded at the first call,
         where `speculate=` named none. Raises PatchError."""
         with PATCHING:
@@ -482,12 +482,14 @@ def patch(
             as transformers does it; "auto": on a GPU graphs that need no compiler, and
             piecewise ones after `Patched.capture`. A `Decode` has more to set.
         speculate: what drafts tokens that a step of `generate()` then verifies at once
-            (docs/speculation.md): "lookup": the row's own text; the folder of an EAGLE-3
-            checkpoint, or its `attnops.nn.Eagle3Head`; an `attnops.nn.DraftTree` of either; a
-            patched transformers model with the same words; an object with `propose`, see
-            `attnops.nn.Draft`. None: nothing, but where a call has transformers'
-            `prompt_lookup_num_tokens=` or `assistant_model=`. Greedy tokens are those of plain
-            decoding, and samples have its distribution.
+            (docs/speculation.md): "lookup": the row's own text; the folder of an EAGLE-3 or DFlash
+            checkpoint, or its `attnops.nn.Eagle3Head` or `attnops.nn.DFlashHead`; an
+            `attnops.nn.DraftTree` of an EAGLE-3 head; "mtp": the layer in the model's checkpoint
+            that predicts one token more, or such an `attnops.nn.MTPLayer`; a patched transformers
+            model with the same words; an object with `propose`, see `attnops.nn.Draft`. None:
+            nothing, but where a call has transformers' `prompt_lookup_num_tokens=`,
+            `assistant_model=` or `use_mtp=`. Greedy tokens are those of plain decoding, and samples
+            have its distribution.
 
     Returns:
         The handle. A second call on the same model returns the same handle.

@@ -49,6 +49,7 @@ class MTPLayer(nn.Module):
         embed_tokens: the embeddings of the target, or None: then forward takes embeddings.
         rotary_emb: the target's, which makes `position_embeddings` for the decoder layer of the
             hidden states and `position_ids`; None: forward is given what the layer takes.
+        num_drafts: tokens that it drafts for a row in a round of `generate()`.
         folder: of its checkpoint; "" without one.
 
     Raises:
@@ -58,6 +59,7 @@ class MTPLayer(nn.Module):
     __prepare_scriptable__ = check.not_scripted
     embed_tokens: nn.Embedding | None
     rotary_emb: nn.Module | None
+    num_drafts: int = 3
     folder: str = ""
 
     def __init__(

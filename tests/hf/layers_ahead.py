@@ -3,12 +3,12 @@
 import torch
 from safetensors.torch import save_file
 
-from attnops.hf.steps.mtp import lend
 from attnops.nn import MTPLayer
 
 
 def layer_of(model, seed=7):
-    """An MTP layer with random weights, and the model's embeddings and last linear."""
+    """An MTP layer with random weights, and the model's embeddings and last linear. It is given its
+    rotation."""
     config, decoder = model.config.get_text_config(), model.get_decoder()
     like = next(each for each in reversed(decoder.layers) if hasattr(each, "self_attn"))
     torch.manual_seed(seed)
@@ -21,7 +21,6 @@ def layer_of(model, seed=7):
             each.normal_(0, 0.1)
     made.embed_tokens = model.get_input_embeddings()
     made.shared_head["head"] = model.get_output_embeddings()
-    lend(made, model)
     return made.eval()
 
 

@@ -1,6 +1,7 @@
 """Trees of a head in generate(): those of EAGLE-2 over the whole text, and greedy tokens are those
 of plain decoding."""
 
+import copy
 import json
 import re
 from itertools import pairwise
@@ -14,15 +15,19 @@ import attnops
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.core.problem import Target
 from attnops.hf import tiny
+from attnops.hf.cache.names import named
 from attnops.hf.steps import rounds
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.speculate import Plan, plan_of
 from attnops.nn import DraftTree
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, patched, words_of, worth
 from tests.hf.test_heads import taught
 from tests.test_judge import H200
+
+COST = Plan.cost  # tests run without it, see the fixture
 
 
 class Node(NamedTuple):
@@ -97,22 +102,23 @@ def always(monkeypatch):
 
 
 LAYERS: dict[str, dict[str, int]] = {"gemma3": {}}
+PENALTY = {"repetition_penalty": 1.5, "min_new_tokens": 9, "eos_token_id": 125, "pad_token_id": 0}
 TREES = [
-    ("llama", (9, 3, 3)),
-    ("llama", (5, 1, 4)),
-    ("gemma3", (12, 4, 2)),
-    ("gpt_oss", (6, 2, 4)),
+    ("llama", (9, 3, 3), {}),
+    ("llama", (6, 2, 4), PENALTY),
+    ("gemma3", (12, 4, 2), {}),
+    ("gpt_oss", (5, 1, 4), {}),
 ]
-"""Nodes, depth and top_k."""
+"""Nodes, depth and top_k; and more of a call. A penalty counts the drafts before a token."""
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("kind", "shape"), TREES)
-def test_what_a_head_drafts(kind, shape, proposed, always):
+@pytest.mark.parametrize(("kind", "shape", "more"), TREES)
+def test_what_a_head_drafts(kind, shape, more, proposed, always):
     """From prompts with padding, in graphs and in the model's own layers, and from rounds whose
     rows accept branches of different lengths."""
     model = tiny.model(kind, **LAYERS.get(kind, {"num_hidden_layers": 4}))
-    calls = [{**asked(rows), "max_new_tokens": 18} for rows in (1, 3, 3)]
+    calls = [{**asked(rows), "max_new_tokens": 18, **more} for rows in (1, 3, 3)]
     texts = [model.generate(**given) for given in calls]
     head = taught(model, head_of(model, draft_vocab_size=None), texts[2][::2])
     tree = DraftTree(head, *shape)
@@ -142,11 +148,11 @@ def test_a_head_that_is_seldom_right(proposed, monkeypatch):
 def test_a_tree_that_needs_more_pages_than_the_text(proposed, always):
     """Of a text that fills its own."""
     model = tiny.model("llama", num_hidden_layers=4)
-    tree = DraftTree(head_of(model), 5, 4, 16)
-    ours, _ = patched(model, tree)
-    given = {**asked(1), "max_new_tokens": 54}
-    want = model.generate(**given)
-    assert torch.equal(ours.generate(**given), want)
+    tree, ours = DraftTree(head_of(model), 5, 6, 16), copy.deepcopy(model)
+    handle = attnops.patch(ours, cache="paged", decode=auto(compile_after=None), speculate=tree)
+    given = {**asked(1), "max_new_tokens": 50}
+    want, cache = model.generate(**given), handle.new_cache(1, 63)
+    assert torch.equal(ours.generate(**given, **named(cache)), want) and worth(handle) >= 1
     assert check(model, tree, given, want, proposed[-4:]) > 1
 
 
@@ -185,6 +191,15 @@ def test_a_head_with_fewer_words_than_branches():
     tree = DraftTree(head_of(model, draft_vocab_size=4), 9, 3, 5)
     with pytest.raises(PatchError, match="the 5 likeliest of 4 words"):
         attnops.patch(model, speculate=tree)
+
+
+def test_what_a_round_is_planned_for():
+    """The root alone or whole trees, for the price of a step of the head over each level."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    head = head_of(model)
+    chain, tree = plan_of(head), plan_of(DraftTree(head, 9, 3, 3))
+    assert chain.form.depths == (1, 4, 6) and tree.form.depths == (1, 9)
+    assert COST(tree, model) == pytest.approx(COST(chain, model) / 5 * 3 * 1.04)
 
 
 def test_layers_with_states_follow_one_chain():

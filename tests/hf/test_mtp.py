@@ -8,10 +8,12 @@ import torch
 import attnops
 from attnops.core.errors import PatchError
 from attnops.hf import tiny
+from attnops.hf.cache import model_pages
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.models.experts import is_taken
 from attnops.hf.steps.heads import weights_of
-from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.mtp import Mtp
+from attnops.hf.steps.waiting import Room, Waiting
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, patched, worth
 from tests.hf.layers_ahead import layer_of, public, saved
@@ -28,7 +30,11 @@ KINDS = {
 
 def target(kind="glm4_moe"):
     name, words = KINDS[kind]
-    return tiny.model(name, **words)
+    model = tiny.model(name, **words)
+    with torch.no_grad():  # states before the last norm are then others
+        weight = model.get_decoder().norm.weight
+        weight.add_(torch.linspace(-0.8, 2.0, len(weight)))
+    return model
 
 
 def states_of(model, texts):
@@ -41,7 +47,10 @@ def step(model, layer, tokens, hidden):
     """The layer over whole texts, by transformers' own attention. int64 `[B, S]`, `[B, S, E]`."""
     length = tokens.shape[1]
     mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
-    where = {"position_ids": torch.arange(length)[None], "attention_mask": mask}
+    decoder, at = model.get_decoder(), torch.arange(length)[None]
+    kinds = 3 if "qwen3_5" in model.config.model_type else 0  # time, height and width
+    turned = decoder.rotary_emb(hidden, at.expand(kinds, 1, length) if kinds else at)
+    where = {"position_embeddings": turned, "position_ids": at, "attention_mask": mask}
     return layer(model.get_input_embeddings()(tokens), hidden, **where)
 
 
@@ -68,19 +77,6 @@ def taught(model, layer, texts, steps=40):
         learned.step()
         learned.zero_grad()
     return layer
-
-
-@pytest.fixture
-def proposed(monkeypatch):
-    """Of each round: the tokens that each row's pages keep, and the drafts behind the next one."""
-    found, own = [], Round.send
-
-    def noted(made, draft):
-        found.append((made.stored.clone(), made._drafts[:, 1:].clone()))
-        own(made, draft)
-
-    monkeypatch.setattr(Round, "send", noted)
-    return found
 
 
 def check(model, layer, given, want, proposed, skipped=0):
@@ -184,6 +180,21 @@ def test_a_model_without_an_mtp_layer(tmp_path):
     )
 
 
+def test_a_checkpoint_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    model = target("qwen3_5")
+    folder = tmp_path / "models--some--model" / "snapshots" / "main"
+    saved(model, folder, public(model, layer_of(model)))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("/some/model", "another/model"):
+        model.config.name_or_path = name
+        with pytest.raises(PatchError, match=f"config.name_or_path is '{name}', and no such"):
+            attnops.patch(model, speculate="mtp")
+    model.config.name_or_path = "some/model"
+    handle = attnops.patch(model, speculate="mtp")
+    assert handle.decode.speculate.folder == str(folder)
+    assert attnops.patch(model, speculate="mtp") is handle
+
+
 def without(name):
     return lambda tensors: tensors.pop(name)
 
@@ -247,15 +258,15 @@ def test_what_patch_takes_over_in_a_layer(tmp_path):
     """As in the model, until unpatch(): experts, routers and rows."""
     model = target()
     layer = layer_of(model)
-    before = [type(each) for each in layer.modules()]
+    before = [type(each) for each in layer.layer.modules()]
     handle = attnops.patch(model, speculate=layer)
-    taken = [type(each) for each in layer.modules()]
+    taken = [type(each) for each in layer.layer.modules()]
     assert is_taken(layer.layer.mlp.experts) and taken != before
     assert layer.layer.self_attn.config is model.config
     assert attnops.patch(model, speculate=layer) is handle
     handle.unpatch()
     assert not is_taken(layer.layer.mlp.experts)
-    assert [type(each) for each in layer.modules()] == before
+    assert [type(each) for each in layer.layer.modules()] == before
 
 
 def test_what_a_step_reads():
@@ -265,3 +276,14 @@ def test_what_a_step_reads():
     experts = model.model.layers[1].mlp.experts
     numbers = experts.gate_up_proj.numel() + experts.down_proj.numel()
     assert weights_of(model) == linears + numbers * 2 / 8
+
+
+def test_steps_over_latents_have_the_plan_of_their_kernel(monkeypatch):
+    plan = torch.zeros(3, dtype=torch.int32)
+    head = Mtp(layer_of(target("latents")))
+    waiting = Waiting(Room(2, 32, 4, 8), head.width, head.layers, plan.device, torch.float32)
+    monkeypatch.setattr(model_pages, "device_plan", lambda *given: plan)
+    waiting.base.fill_(1)
+    steps = waiting.steps(torch.tensor([5, 7]), 2)
+    assert all(each.plan is plan for each in steps)
+    assert [each.seq_lens.tolist() for each in steps] == [[5, 7], [6, 8]]

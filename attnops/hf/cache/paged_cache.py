@@ -348,6 +348,8 @@ class PagedModelCache(Cache):
 
     latent = False
     """Does it hold latents?"""
+    own: ClassVar[Any] = None
+    """The class of cache that the model takes alone, see `own_class`; None: it takes any."""
 
     def __init__(
         self,
@@ -375,7 +377,7 @@ class PagedModelCache(Cache):
         rest |= {n: self._with_state(n, place) for n, place in self.states.items()}
         first, later = PagedLayer(self.state, first=True), PagedLayer(self.state, first=False)
         of_layer = {**dict.fromkeys(paged_layers, later), self.first_layer: first, **rest}
-        super().__init__(layers=[of_layer[number] for number in sorted(of_layer)])
+        Cache.__init__(self, layers=[of_layer[number] for number in sorted(of_layer)])
 
     def _with_state(self, number: int, place: int) -> StateLayer:
         if number not in self.numbers:

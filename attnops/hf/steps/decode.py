@@ -9,12 +9,12 @@ they store no token, and stay unused.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakSet, ref
 
 from torch import Tensor
 
@@ -113,10 +113,10 @@ class Decoder:
         # freed for others in turn are compiled, too.
         self._taken: dict[int, Counter[Kind]] = {}
         self._state: int | None = None  # the hash of the present state
-        self._latest: weakref.ref[Over] | None = None
+        self._latest: ref[Over] | None = None
         self.last_mode = "hf"
         # Caches that stepped since the weights were looked at.
-        self._looked = weakref.WeakSet[State]()
+        self._looked = WeakSet[State]()
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
         self.glance: Glance | None = None
         self.aside = self.anew = ""
@@ -125,7 +125,7 @@ class Decoder:
         self._written: set[str] = set()
         self._effects: dict[int, str] = {}
         # Caches whose last prompt or step had no graphs.
-        self._without = weakref.WeakSet[State]()
+        self._without = WeakSet[State]()
         self.at_once, self._last_kind = False, ""  # of the last step
 
     @property
@@ -343,8 +343,7 @@ class Decoder:
         compiled = self.regions or self.at_once or self._kept.compiled
         if self.how.mode == "breakable" or broken or not compiled:
             return "steps are not compiled"
-        most = 0 if self.at_once else self.how.prompts_after
-        return self._kept.too_few(tokens, most)
+        return self._kept.too_few(tokens, 0 if self.at_once else self.how.prompts_after)
 
     def _kinds(self, pages: ModelPages) -> Kinds:
         """Recorded layers of the present state."""
@@ -398,7 +397,7 @@ class Decoder:
         with self.turn:
             state.pages.use()
             found = self._of(state, rows, queries)
-            self._latest, self.last_mode = weakref.ref(found), found.mode
+            self._latest, self.last_mode = ref(found), found.mode
             if found.graphed.ahead is None:
                 state.pages.lengths = None
             try:
@@ -433,7 +432,7 @@ class Decoder:
         if self.look or state not in self._looked or modes != self._modes:
             self._see(modes)
             if self.look:
-                self._looked = weakref.WeakSet()
+                self._looked = WeakSet()
             self._looked.add(state)
             self.look = False
 

@@ -210,7 +210,8 @@ class Loop:
             made = _round(_choice(asked, plan, embed.weight.shape[0]), asked, decoder)
             made.begin_kernels()
             self._begun = made
-            for queries in plan.form.verified:
+            # Not of layers with states, which get room for what is kept behind the prompt.
+            for queries in () if cache.states else plan.form.verified:
                 decoder.begin(cache.state, asked.input_ids.shape[0], queries)
 
     def _taken(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail | Round:

@@ -3,6 +3,7 @@ from the checkpoint of their target."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 
 from attnops.adapters.replicas import place
@@ -42,8 +44,11 @@ class Mtp:
     often."""
 
     module: MTPLayer
-    num_drafts: int = 3
     levels: int = 0
+
+    @property
+    def num_drafts(self) -> int:
+        return self.module.num_drafts
 
     @property
     def _attention(self) -> Any:
@@ -172,13 +177,12 @@ def _folder_of(owner: Any) -> str:
     """The folder of the checkpoint that a model came from, which may be in the cache of the hub.
     Raises PatchError."""
     config = owner.config
-    name = config.name_or_path
-    if not name or Path(name).is_dir():
-        found: Any = f"{name}/config.json" if name else None
-    else:
-        revision = getattr(config, "_commit_hash", None)
+    name, revision = config.name_or_path, getattr(config, "_commit_hash", None)
+    if name and Path(name).is_dir():
+        return str(name)
+    with suppress(HFValidationError):
         found = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(found, str):
-        want = "a model loaded by from_pretrained, whose checkpoint is on this machine"
-        fail(PatchError, f"config.name_or_path is {name!r}, and no such checkpoint is here; {want}")
-    return str(Path(found).parent)
+        if isinstance(found, str):
+            return str(Path(found).parent)
+    want = "want a model loaded by from_pretrained, whose checkpoint is on this machine"
+    fail(PatchError, f"config.name_or_path is {name!r}, and no such checkpoint is here; {want}")

@@ -17,13 +17,15 @@ from attnops.core.errors import InvalidInput, PatchError, fail, one_line
 from attnops.core.record import need
 from attnops.hf.cache.page_sizes import DRAFTS
 from attnops.hf.steps.assistant import Assistant
+from attnops.hf.steps.dflash import DFlash
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.heads import Head, weights_of
 from attnops.hf.steps.mtp import OPTION as MTP, Mtp, lend, loaded
 from attnops.hf.steps.reasons import REPLACED
 from attnops.hf.steps.round_kinds import Form
-from attnops.nn import Draft, DraftTree, Eagle3Head, MTPLayer
+from attnops.nn import DFlashHead, Draft, DraftTree, Eagle3Head, MTPLayer
+from attnops.nn.heads import config_of
 from attnops.ops.speculation.record import LONGEST
 
 LOOKUP, ASSISTANT, USE_MTP = "prompt_lookup_num_tokens", "assistant_model", "use_mtp"
@@ -112,8 +114,11 @@ def resolved(speculate: Any, owner: Any) -> Any:
         speculate = _head_in(str(speculate), owner)
     if isinstance(speculate, DraftTree) and not isinstance(speculate.head, nn.Module):
         speculate = replace(speculate, head=_head_in(str(speculate.head), owner))
-    want = "None, 'lookup', 'mtp', the folder of a draft head, an attnops.nn.Eagle3Head, DraftTree "
-    want += "or MTPLayer, a transformers model that drafts, or an object with propose(state)"
+    want = (
+        "None, 'lookup', 'mtp', the folder of a draft head, an attnops.nn.Eagle3Head, DraftTree, "
+    )
+    want += "DFlashHead or MTPLayer, a transformers model that drafts, or an object with "
+    want += "propose(state)"
     known = isinstance(speculate, (nn.Module, DraftTree)) or hasattr(speculate, "propose")
     need(known, "speculate", repr(speculate), want)
     most = _num_drafts(speculate)
@@ -139,6 +144,8 @@ def _head_of(speculate: Any) -> Head | None:
         return Eagle(module, speculate)
     if isinstance(speculate, Eagle3Head):
         return Eagle(speculate)
+    if isinstance(speculate, DFlashHead):
+        return DFlash(speculate)
     return Mtp(speculate) if isinstance(speculate, MTPLayer) else None
 
 
@@ -148,15 +155,16 @@ def _held_by(owner: Any) -> Any:
     return None if handle is None else handle.decode.speculate
 
 
-def _head_in(folder: str, owner: Any) -> Eagle3Head:
+def _head_in(folder: str, owner: Any) -> Any:
     """The head of a checkpoint; that of a patched model, where it came from this folder."""
     held = _held_by(owner)
     if isinstance(held, DraftTree):
         held = held.head
-    if isinstance(held, Eagle3Head) and held.folder == folder:
+    if isinstance(held, (Eagle3Head, DFlashHead)) and held.folder == folder:
         return held
     try:
-        return Eagle3Head.from_folder(folder, owner.get_input_embeddings())
+        kind = DFlashHead if "dflash_config" in config_of(folder) else Eagle3Head
+        return kind.from_folder(folder, owner.get_input_embeddings())
     except InvalidInput as error:
         raise PatchError(f"patch: got speculate={folder!r}; {one_line(error)}") from None
 
@@ -238,7 +246,7 @@ def drafting(
 def _by_layer(owner: Any, kwargs: dict[str, Any]) -> Drafting:
     """By the MTP layer of the model's checkpoint."""
     try:
-        head = Mtp(vars(owner)[MARK].layer_ahead())
+        head = Mtp(vars(owner)[MARK]._layer_ahead())
     except PatchError as error:
         return Drafting(kwargs, None, f"transformers' own loop drafts: {one_line(error)}")
     return _without({**kwargs, USE_MTP: False}, Plan(Form(head.num_drafts, 0, head)))
