@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from attnops.core.kernel import Kernel
 from attnops.core.record import changed, split
 from attnops.core.select import Policy, select
-from attnops.testing import Call, Source
+from attnops.testing import Call, Source, equip
 from attnops.testing.calls import planned
 
 POLICY = "deterministic"
@@ -108,3 +108,23 @@ def same_bits(call: Call, groups: Sequence[Sequence[int]], kernel: Kernel | None
             assert torch.equal(among[rows], alone), (
                 f"requests {tuple(chosen)} differ when they are alone"
             )
+
+
+def of_single_tokens(call: Call) -> Call:
+    """The same call over pages of one token each."""
+    pages = {n: x for n, x in call.tensors().items() if call.spec[n].holds == "pages"}
+    size, table = next(iter(pages.values())).shape[1], call.arguments["page_table"]
+    places = torch.arange(size, dtype=table.dtype, device=table.device)
+    tokens = {name: x.flatten(0, 1).unsqueeze(1) for name, x in pages.items()}
+    slots = torch.where(table[:, :, None] < 0, -1, table[:, :, None] * size + places)
+    return call.with_(page_table=slots.flatten(1), **tokens)
+
+
+def same_bits_in_any_page(call: Call, kernel: Kernel | None = None) -> None:
+    """Requests of one token get the same results over pages of one token."""
+    call = call.with_(holes=False)
+    call = call if kernel is None else equip(kernel, call)
+    others = [x.clone() for x in results(of_single_tokens(call), kernel)]
+    for found, other in zip(results(call, kernel), others, strict=True):
+        assert not found.isnan().any()
+        assert torch.equal(found.flatten(), other.flatten())

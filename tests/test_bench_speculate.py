@@ -46,10 +46,12 @@ def test_rounds_beside_steps(graphs):
     rounds = {"lookup_1": 8, "lookup_3": 4, "lookup_4": 4, "lookup_7": 2}
     rounds |= {"right_0": 16, "right_100": 2, "eagle3_0": 16, "eagle3_100": 3}
     rounds |= {"head_tree_0": 16, "head_tree_100": 3}
+    rounds |= {"mtp1_0": 16, "mtp1_100": 8, "mtp3_0": 16, "mtp3_100": 4}
+    rounds |= {"dflash_0": 16, "dflash_100": 2}
     rounds |= {f"tree_{nodes}": 2 for nodes in (8, 16, 32, 64)}
     for way, count in rounds.items():
         assert each[f"attnops_{way}"] == round(16 / count, 2)
-    for kind in ("right", "eagle3", "head_tree"):
+    for kind in ("right", "eagle3", "head_tree", "mtp3", "dflash"):
         assert 1.5 < each[f"attnops_{kind}_80"] < each[f"attnops_{kind}_100"]
 
 

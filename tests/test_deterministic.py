@@ -17,7 +17,16 @@ from attnops.measured import in_force
 from attnops.ops import OPS
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Features, Source, check_kernel, make_call
-from tests.mates import POLICY, invariant, may_be_chosen, only, results, rows_of, same_bits
+from tests.mates import (
+    POLICY,
+    invariant,
+    may_be_chosen,
+    only,
+    results,
+    rows_of,
+    same_bits,
+    same_bits_in_any_page,
+)
 
 BF16, F32 = torch.bfloat16, torch.float32
 DETERMINISTIC = Policy(deterministic=True)
@@ -207,6 +216,7 @@ def test_every_op_has_a_kernel_on_a_cpu(op):
 
 PLAIN = Features(dtype=BF16, head_dim=64, q_heads=8, kv_heads=2, causal=True, lse=True)
 EVERYTHING = replace(PLAIN, dtype=F32, window=(50, -1), softcap=20.0, sinks=F32, mask="additive")
+ONES = (1,) * 12
 TWELVE = (1, 1, 40, 1, 3, 1, 200, 1, 9, 1, 1, 7)
 LENGTHS = (90, 17, 140, 400, 31, 1, 200, 260, 77, 129, 33, 7)
 FOUR = (3, 1, 9, 7)
@@ -314,6 +324,26 @@ def test_each_that_may_be_chosen(kernel):
     if not may_be_chosen(kernel, call):
         pytest.skip("refuses it here; see tests/gpu/test_deterministic.py")
     same_bits(call, GROUPS, kernel)
+
+
+STEPS = {
+    "paged_attention": lambda f: make_call("paged_attention", Source(4), ONES, LENGTHS, 64, f),
+    "mla_attention": lambda f: make_call(
+        "mla_attention", Source(4), ONES, LENGTHS, 64, replace(LATENTS, dtype=f.dtype)
+    ),
+    "decode_attention": lambda f: make_call(
+        "decode_attention", Source(4), LENGTHS, 64, replace(f, lse=False)
+    ),
+}
+MORE = replace(EVERYTHING, mask=PLAIN.mask)
+
+
+@pytest.mark.parametrize("features", [PLAIN, MORE], ids=["plain", "more"])
+@pytest.mark.parametrize("op", STEPS)
+def test_the_size_of_pages(op, features):
+    call = STEPS[op](features)
+    assert select(call.problem, DETERMINISTIC).kernel.invariant.any_page
+    same_bits_in_any_page(call)
 
 
 MULTIPLY = [k for k in all_kernels() if k.name == "reference" and k.invariant.needs]

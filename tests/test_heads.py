@@ -458,17 +458,59 @@ def mtp_loaded(drop=(), *, target=None, head=None, **more):
     return MTPLayer.from_state_dict(MTP, tensors | more, layer, target, head)
 
 
-def test_a_target_lends_what_the_checkpoint_does_not_repeat():
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_target_lends_what_a_checkpoint_may_repeat(repeated):
+    """Once in memory, and as it is."""
     target, head = nn.Embedding(V, E).double(), nn.Linear(E, V, bias=False).double()
-    layer = mtp_loaded(["embed_tokens.weight", "shared_head.head.weight"], target=target, head=head)
-    assert layer.embed_tokens is target
-    assert layer.shared_head["head"].weight.data_ptr() == head.weight.data_ptr()
-    own = mtp_loaded(target=target, head=head)
-    assert own.embed_tokens is not target
-    assert not torch.equal(own.shared_head["head"].weight, head.weight)
+    head.requires_grad_(False)
+    absent = [] if repeated else ["embed_tokens.weight", "shared_head.head.weight"]
+    layer = mtp_loaded(absent, target=target, head=head)
+    assert layer.embed_tokens is target and layer.shared_head["head"] is head
+    assert not head.weight.requires_grad
+
+
+class AroundOne(nn.Module):
+    """A norm of Qwen."""
+
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(size)), eps
+
+    def forward(self, x):
+        return rms(x, 1 + self.weight)
+
+
+NAMES_OF_QWEN = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+
+
+def test_a_checkpoint_of_qwen():
+    """Its names, and norms whose weights are around 0."""
+    tensors, given = mtp_checkpoint(OURS), {}
+    for name, tensor in tensors.items():
+        part = name.removeprefix(PREFIX).removesuffix(".weight")
+        theirs = NAMES_OF_QWEN.get(part, f"layers.0.{part}")
+        given[f"mtp.{theirs}.weight"] = tensor - 1 if "norm" in part else tensor
+    repeated = [name for name in given if "embed_tokens" in name or "shared_head.head" in name]
+    target, head = nn.Embedding(V, E).double(), nn.Linear(E, V, bias=False).double()
+    target.weight.data, head.weight.data = (given.pop(name) for name in repeated)
+    del given["mtp.layers.0.model.layers.0.input_layernorm.weight"]
+    layer = SelfAttention(E, HQ, HKV, D)
+    made = MTPLayer.from_state_dict(MTP, given, layer, target, head, norm=AroundOne)
+    tokens, hidden = torch.randint(V, (1, 5)), torch.randn(1, 5, E).double()
+    want = published_mtp(tensors, layer, tokens, hidden)
+    for got, expected in zip(made(tokens, hidden), want, strict=True):
+        close(got, expected, 1e-9)
 
 
 MTP_REFUSED = {
+    "tensors: got none named mtp.* or model.layers.3.*, want a checkpoint with": lambda: (
+        MTPLayer.from_state_dict(MTP, {}, SelfAttention(E, HQ, HKV, D))
+    ),
     "tensors: got no shared_head.head.weight, want all 10 of model.layers.3.*": lambda: mtp_loaded(
         ["shared_head.head.weight"]
     ),

@@ -13,8 +13,12 @@ probability, in percent. `attnops_eagle3_0`, `_80`, `_100`: an EAGLE-3 head of t
 drafts five, with all of its launches and bytes. The logit of a word that is so often right is
 raised. `attnops_head_tree_0`, `_80`, `_100`: such a head drafts trees of 32 nodes, the root
 included, and six levels. So often its likeliest word is right; else no word of it is.
-`attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many nodes, the root included.
-One branch is right, seven tokens deep, and its tokens come after their wrong siblings.
+`attnops_mtp1_0`, `attnops_mtp3_80`, ...: an MTP layer of the model's own class drafts one token, or
+three, likewise. It knows the text as the model does, and an embedding of the other sign makes a
+wrong word. `attnops_dflash_0`, `_80`, `_100`: a DFlash draft of the model's shape, of five layers,
+drafts a block of 15. `attnops_tree_8`, `_16`, `_32`, `_64`: an object drafts a tree of so many
+nodes, the root included. One branch is right, seven tokens deep, and its tokens come after their
+wrong siblings.
 `hf`, `hf_lookup`: transformers, which looks up for one row alone; they run only if `--ways`
 names them.
 
@@ -25,6 +29,7 @@ Times are those of a token, from calls in turns, each less the time of a call fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,7 +40,7 @@ from torch import Tensor, nn
 
 from attnops.bench import Point, Setup, generate, models, ways
 from attnops.bench.rows import Case, Row, Rows, Way, Ways, time_if_right, with_ratios
-from attnops.nn import DraftState, DraftTree, Eagle3Head, Proposal
+from attnops.nn import DFlashHead, DraftState, DraftTree, Eagle3Head, MTPLayer, Proposal
 from attnops.tune.clock import Timed, Times, steps_us
 
 SUITE, PLAIN = "speculate", "attnops"
@@ -43,10 +48,12 @@ NEW = {"toy": 17, "small": 41, "quick": 81, "full": 241}
 """The first of them is the prompt's. The others fill whole rounds of 2, 4, 5 and 8 tokens."""
 RIGHT = {f"attnops_right_{often}": often / 100 for often in ways.OFTEN}
 """Ways whose object is right with this probability."""
-HEADS = {f"attnops_eagle3_{often}": often / 100 for often in ways.OFTEN}
-"""Ways whose head is."""
-HEAD_TREES = {f"attnops_head_tree_{often}": often / 100 for often in ways.OFTEN}
-"""Ways whose head is, and drafts trees."""
+HEADS = {
+    f"attnops_{kind}_{often}": often / 100
+    for kind in ("eagle3", "head_tree", "dflash", *ways.MTPS)
+    for often in ways.OFTEN
+}
+"""Ways whose head or layer is."""
 TREES = {f"attnops_tree_{nodes}": nodes for nodes in ways.NODES}
 """Ways that draft trees of so many nodes."""
 WORDS = 32_000
@@ -54,6 +61,8 @@ WORDS = 32_000
 NUMBERS, STRIDE = 4096, 7919
 """Random numbers of a head, and the distance between those of a position and the next."""
 DRAFTS = 7
+BLOCK_LAYERS = 5
+"""Of a DFlash draft."""
 CYCLE = 64
 """Tokens after which a text repeats."""
 LIFT = 1e4
@@ -128,15 +137,36 @@ class KnownTree(Guesses):
 def head_config(model: Any) -> dict[str, Any]:
     """The config.json of a head of this model, also of one with few layers."""
     config = model.config.get_text_config()
-    names = "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"
-    words = {name: getattr(config, name) for name in (*names, "vocab_size")}
     layers = config.num_hidden_layers
     states = min(2, layers - 1), layers // 2, max(layers - 3, 0)
     return {
-        **words,
+        **_sizes(config),
         "draft_vocab_size": min(WORDS, config.vocab_size),
         "eagle_aux_hidden_state_layer_ids": states,
     }
+
+
+def block_config(model: Any) -> dict[str, Any]:
+    """The config.json of a DFlash draft of this model, likewise."""
+    config = model.config.get_text_config()
+    last = max(config.num_hidden_layers - 3, 0)
+    ids = [last * number // (BLOCK_LAYERS - 1) for number in range(BLOCK_LAYERS)]
+    return {
+        **_sizes(config),
+        "num_hidden_layers": BLOCK_LAYERS,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": ids},
+    }
+
+
+def _sizes(config: Any) -> dict[str, int]:
+    names = "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"
+    return {name: getattr(config, name) for name in (*names, "vocab_size")}
+
+
+def _odds(device: torch.device) -> Tensor:
+    """float32 `[NUMBERS]`, of 0 to 1."""
+    numbers = torch.Generator(device).manual_seed(0)
+    return torch.rand(NUMBERS, generator=numbers, device=device)
 
 
 class KnownHead(Eagle3Head):
@@ -160,8 +190,7 @@ class KnownHead(Eagle3Head):
         self._words = torch.zeros_like(ids)
         self._words[kept] = ids[:count]
         self._known, self.right = known[:, 1], torch.ones((), device=device)
-        numbers = torch.Generator(device).manual_seed(0)
-        self._odds = torch.rand(NUMBERS, generator=numbers, device=device)
+        self._odds = _odds(device)
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, *, rows: Tensor | None = None, **where: Any
@@ -179,6 +208,58 @@ class KnownHead(Eagle3Head):
         return logits, hidden
 
 
+class KnownLayer(MTPLayer):
+    """An MTP layer with random weights, which knows the text by the embedding that it reads. right:
+    as of `KnownHead`. drafts: tokens of a round."""
+
+    def __init__(self, model: Any, drafts: int) -> None:
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        like, device, dtype = decoder.layers[-1].self_attn, head.weight.device, head.weight.dtype
+        with torch.device(device):
+            layer = type(decoder.layers[-1])(like.config, like.layer_idx)
+            super().__init__(like.config.to_dict(), layer, norm=type(decoder.norm))
+        self.to(dtype=dtype).requires_grad_(False).eval()
+        numbers = torch.Generator(device).manual_seed(0)
+        for each in (each for each in self.parameters() if each.dim() > 1):
+            each.normal_(0.0, 0.02, generator=numbers)
+        # What the layer adds to that is small.
+        self.eh_proj.weight[:, : self.hidden_size].diagonal().add_(LOUD)
+        self.shared_head["head"], self.num_drafts = head, drafts
+        self.right = torch.ones((), device=device)
+        self._odds = torch.rand(NUMBERS, generator=numbers, device=device)
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, *, rows: Tensor | None = None, **where: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As of any layer. tokens: embeddings."""
+        at = where["position_ids"] * STRIDE + tokens[..., 0].long()
+        sign = torch.where(self._odds[at % NUMBERS] < self.right, 1.0, -1.0).to(tokens.dtype)
+        return super().forward(tokens * sign[..., None], hidden, rows=rows, **where)
+
+
+class KnownBlocks(DFlashHead):
+    """A DFlash draft with random weights, which knows the text. right: as in `KnownHead`."""
+
+    def __init__(self, model: Any) -> None:
+        weight = model.get_input_embeddings().weight
+        super().__init__(block_config(model), device=weight.device, dtype=weight.dtype)
+        self.requires_grad_(False)
+        if model.config.get_text_config().num_hidden_layers == 1:
+            self.states = (0,) * BLOCK_LAYERS  # of one layer only the embeddings are read
+        self.right, self._odds = torch.ones((), device=weight.device), _odds(weight.device)
+
+    def forward(self, last: Tensor, states: Tensor, **where: Any) -> Tensor:
+        """As of any draft. The last linear chooses what follows the token whose embedding it is
+        given. A wrong word is the one behind the right one."""
+        hidden, embeddings = super().forward(last, states, **where), where["embeddings"]
+        text = text_from(last[:, None], self.block_size, self.vocab_size)
+        at = where["batch"].positions.view(len(last), -1)[:, 1:]
+        odds = self._odds[(at * STRIDE + last[:, None]) % NUMBERS]
+        follows = torch.where(odds < self.right, text[:, :-1], text[:, 1:])
+        known: Tensor = embeddings[follows]
+        return hidden + known
+
+
 class Calls:
     """Calls of `generate()` at one point, whose text is `want`."""
 
@@ -189,7 +270,7 @@ class Calls:
         given = generate.arguments(setup, model, point, self.new)
         self._given = {**given, "inputs": self.want[:, : point.context]}
         self._draft, self._known = Guesses(known), known
-        self._heads: list[KnownHead] = []
+        self._heads: list[KnownHead | KnownLayer | KnownBlocks] = []
         self._made: dict[str, tuple[Any, Any]] = {}
 
     def way(self, name: str, how: ways.How) -> Way:
@@ -202,7 +283,7 @@ class Calls:
         def text() -> Tensor:
             self._draft.right = RIGHT.get(name, 1.0)
             for head in self._heads:
-                head.right.fill_((HEADS | HEAD_TREES).get(name, 1.0))
+                head.right.fill_(HEADS.get(name, 1.0))
             written: Tensor = one.generate(**given)
             took = None if handle is None else handle.took
             if took is not None:
@@ -236,14 +317,21 @@ class Calls:
             draft = self._draft
         elif name in TREES:
             draft = KnownTree(self._known, TREES[name])
-        elif name in HEADS or name in HEAD_TREES:
-            head = KnownHead(self._model, self._known, self.want.flatten())
+        elif name in HEADS:
+            head: Any = self._head(kind.removeprefix("attnops_"))
             self._heads.append(head)
-            draft = DraftTree(head) if name in HEAD_TREES else head
+            draft = DraftTree(head) if kind == "attnops_head_tree" else head
         if draft is not None:
             how = replace(how, patch={**(how.patch or {}), "speculate": draft})
         self._made[kind] = models.patched(self._model, how)
         return self._made[kind]
+
+    def _head(self, kind: str) -> KnownHead | KnownLayer | KnownBlocks:
+        if kind in ways.MTPS:
+            return KnownLayer(self._model, ways.MTPS[kind])
+        if kind == "dflash":
+            return KnownBlocks(self._model)
+        return KnownHead(self._model, self._known, self.want.flatten())
 
     def clock(self, steps: Mapping[str, Timed]) -> Times:
         """The time of a token after the first one."""
@@ -268,7 +356,7 @@ class Calls:
 def kind_of(name: str) -> str:
     """Of a way, without the number at the end of its name. Trees of other sizes have graphs of
     their own."""
-    return name if name in TREES else name.rstrip("_0123456789")
+    return name if name in TREES else re.sub(r"_\d+$", "", name)
 
 
 @torch.no_grad()

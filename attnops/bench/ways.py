@@ -85,6 +85,8 @@ HYBRIDS = {
 FLEX = How(attention="flex_attention", device="cuda")
 OFTEN = 0, 80, 100
 """Percent of the drafts that are right, in the suite `speculate`."""
+MTPS = {"mtp1": 1, "mtp3": 3}
+"""Of its MTP layers the tokens that they draft, by the kind of way."""
 NODES = 8, 16, 32, 64
 """Of its trees."""
 NGRAM: Row = {"max_matching_ngram_size": 3}  # that of `speculate="lookup"`
@@ -121,7 +123,7 @@ WAYS: dict[str, dict[str, How]] = {
         },
         **{
             f"attnops_{kind}_{often}": How({}, device="cuda")
-            for kind in ("right", "eagle3", "head_tree")
+            for kind in ("right", "eagle3", "head_tree", "dflash", *MTPS)
             for often in OFTEN
         },
         **{f"attnops_tree_{nodes}": How({}, device="cuda") for nodes in NODES},

@@ -58,11 +58,12 @@ class Invariant:
     requests of the batch.
 
     needs: further demands on the Problem for that. cost_us: as `Kernel.cost_us`, where the policy
-    costs time.
+    costs time. any_page: nor does that of a request of one token depend on the size of pages.
     """
 
     needs: tuple[Need, ...] = ()
     cost_us: Callable[[Problem], float] | None = None
+    any_page: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from attnops.hf.models.methods import Method
 from attnops.hf.page_model import PagedMode
 from attnops.hf.steps.early import Asked, Early, Room, asked_of, started
 from attnops.hf.steps.eligibility import is_stock, several_processes
+from attnops.hf.steps.speculate import reads_states
 
 if TYPE_CHECKING:
     from attnops.hf.patching import Patched
@@ -71,7 +72,7 @@ def _early(
     follows = is_stock(generation.owner, "generate") and not several_processes()
     asked = asked_of(args, kwargs) if follows else None
     # A prompt that starts early keeps no hidden states, and a draft head reads them.
-    if paged is None or asked is None or paged.loop.head is not None:
+    if paged is None or asked is None or reads_states(paged.loop.head, generation, args, kwargs):
         yield
         return
     room = paged.early.room(asked)

@@ -9,13 +9,13 @@ gets the method by which `generate()` makes its cache. `undo` removes all of the
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attnops.adapters.replicas import place, take_back
-from attnops.core.errors import AttnopsError, InvalidInput, PatchError, one_line
+from attnops.core.errors import AttnopsError, one_line
 from attnops.core.kernel import check_kernel
 from attnops.core.precompile import start
 from attnops.core.problem import Problem
@@ -36,13 +36,10 @@ from attnops.hf.cache import support as paged_models
 from attnops.hf.cache.idle_pages import MOST_IDLE, Pool, give_back
 from attnops.hf.cache.model_pages import ModelPages
 from attnops.hf.cache.names import argument_of, cache_in, named, renamed
-from attnops.hf.cache.other_layers import layers_with_states, layers_without_pages
+from attnops.hf.cache.other_layers import check_others, layers_with_states, layers_without_pages
+from attnops.hf.cache.own_class import class_in_pages
 from attnops.hf.cache.page_sizes import DRAFTS, Sizes
-from attnops.hf.cache.paged_cache import (
-    PagedKeyCache,
-    PagedLatentCache,
-    PagedModelCache,
-)
+from attnops.hf.cache.paged_cache import PagedModelCache
 from attnops.hf.cache.support import refuse_unless
 from attnops.hf.cache.to_dynamic_cache import unpaged
 from attnops.hf.generation import Generation, current_generation, running_generation
@@ -123,7 +120,7 @@ class PagedMode:
         )
         self.windows = dict(zip(modules, windows, strict=True))
         self._lists = paged_models.lists_of(owner, self.windows)
-        self._check_others()
+        check_others(owner, self._config, self.layers)
         if hasattr(owner, "generate"):
             paged_models.check_generate(owner)
         self.states: tuple[int, ...] = ()
@@ -133,7 +130,7 @@ class PagedMode:
             self.decode = checked(decode, owner, device, self.states, self.latents)
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
-        self.loop = Loop(decode.speculate, decode.pack)
+        self.loop = Loop(decode.speculate, decode.pack, self.begin_anew)
         self.early = EarlyPrompts()
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []
@@ -148,19 +145,12 @@ class PagedMode:
         self.latents = any(paged_models.is_latent(site.module) for site in sites)
         if not self.latents:
             sites = [site for site in sites if paged_models.takes_cache(site.module, causal=True)]
-        why = next(paged_models.why_unsupported(self._owner, found, sites, self.latents), "")
+        reasons = paged_models.why_unsupported(
+            self._owner, found, sites, self.latents, self._graphed
+        )
+        why = next(reasons, "")
         refuse_unless(not why, why)
         return sorted((site.module for site in sites), key=attrgetter("layer_idx"))
-
-    def _check_others(self) -> None:
-        """Raise PatchError where there is no cache for layers without pages."""
-        try:
-            layers_without_pages(self._config, self.layers)
-        except InvalidInput as error:
-            raise PatchError(
-                f'patch: cache="paged" cannot make a cache for {type(self._owner).__name__}: '
-                f"{error}"
-            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None, "_decoder": None, "_looks": None}
@@ -181,7 +171,7 @@ class PagedMode:
             if self.latents:
                 # A partial and not a bound method, which would be pickled as a name that the
                 # module's class does not have.
-                place(module, "expand_kv", functools.partial(paged_models.let_through, module))
+                place(module, "expand_kv", partial(paged_models.let_through, module))
         if hasattr(owner, "generate"):
             changes.append(Method(owner, PREPARE, self.prepare))
         if self._graphed:
@@ -197,7 +187,7 @@ class PagedMode:
                     self._owner,
                     self.decode,
                     self._forward.original,
-                    functools.partial(self._over, filled=True),
+                    partial(self._over, filled=True),
                     self.loop.reads(self._owner),
                 )
             return self._decoder
@@ -238,6 +228,11 @@ class PagedMode:
         self.early.forget()
         self._free_graphs()
 
+    def begin_anew(self) -> None:
+        """Forget every graph, and the decoder that made them."""
+        self._free_graphs()
+        self._decoder = None
+
     def _free_graphs(self) -> None:
         if self._decoder is None:
             return self.loop.free()
@@ -255,10 +250,10 @@ class PagedMode:
             for part in module.modules():
                 part.__dict__.pop(HELD, None)
         compiled = self._decoder is not None and self._decoder.compiled
-        self._free_graphs()
+        self.begin_anew()
         if self._pool is not None:
             self._pool.end()
-        self._decoder = self._pool = None
+            self._pool = None
         if compiled:
             # A trace of Dynamo may leave cycles of objects behind, which hold the layers' weights.
             gc.collect()
@@ -274,11 +269,10 @@ class PagedMode:
         return self.pool.lend(self._over, sizes, page_size, exact=True)
 
     def _over(self, pages: ModelPages, filled: bool = False) -> PagedModelCache:
-        kind = PagedLatentCache if self.latents else PagedKeyCache
-        cache = kind(
+        cache: PagedModelCache = class_in_pages(self._owner, self.latents)(
             pages,
             self.layers,
-            functools.partial(layers_without_pages, self._config, self.layers, self.states),
+            partial(layers_without_pages, self._config, self.layers, self.states),
             filled,
             self.states,
         )
@@ -431,7 +425,7 @@ class PagedMode:
         model_kwargs.update(named(cache))
         prompt = 1 if mask is None else mask.shape[1]
         steps = self.decode.mode == "auto" and max_cache_length > prompt
-        record = functools.partial(self.decoder().begin, cache.state, rows) if steps else None
+        record = partial(self.decoder().begin, cache.state, rows) if steps else None
         begin(self._owner, cache.state.pages, self._over, rows, prompt, record)
         return None
 

@@ -39,9 +39,11 @@ from attnops.hf.models.rows import Rows
 from attnops.hf.page_model import PagedMode
 from attnops.hf.report import UNSETTLED, Report, Took, attending, notes_of, said, switch
 from attnops.hf.steps.decode import Decoder
+from attnops.hf.steps.mtp import OPTION as MTP
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.reasons import callers_choice
 from attnops.hf.steps.speculate import Speculate, resolved
+from attnops.nn import MTPLayer
 from attnops.tried import warn_if_newer
 
 _SETTLING = threading.Lock()
@@ -75,13 +77,9 @@ class Patched(Handle):
         ]
         switch(found.configs, self.implementation)
         let_configs_ask(found.configs)
-        self._parts: tuple[Experts | Routers | Recurrent | Rotations | Rows, ...] = (
-            Experts(model),
-            Routers(model),
-            Recurrent(model),
-            Rotations(model),
-            Rows(model),
-        )
+        ahead = decode.speculate
+        self._ahead = ahead if isinstance(ahead, MTPLayer) else None
+        self._parts = _parts_of(model, self._ahead)
         # Each module may be pickled without the rest of the model, and options register themselves
         # where they are loaded.
         switched = {id(config) for config in found.configs}
@@ -175,6 +173,17 @@ class Patched(Handle):
                 )
             self._undo()
 
+    def _layer_ahead(self) -> MTPLayer:
+        """The layer of the model that drafts: that of its checkpoint, loaded at the first call,
+        where `speculate=` named none. Raises PatchError."""
+        with PATCHING:
+            if self._ahead is None:
+                ahead = resolved(MTP, self._owner)
+                for part in self._parts:
+                    part.undo()
+                self._ahead, self._parts = ahead, _parts_of(self.model, ahead)
+            return self._ahead
+
     def _undo(self) -> None:
         for config, before in self._switched:
             if config._attn_implementation_internal in batching.names_of(self):
@@ -195,6 +204,7 @@ class Patched(Handle):
     def _let_go(self) -> None:
         super()._let_go()
         self._owner, self._paged, self._parts, self._marked = None, None, (), []
+        self._ahead = None
         self._found = replace(self._found, sites=[], configs=[])
         self._watching.clear()
         self._switched.clear()
@@ -407,6 +417,16 @@ class Patched(Handle):
         return attending([config for config, _ in self._switched], "eager")
 
 
+_Part = Experts | Routers | Recurrent | Rotations | Rows
+
+
+def _parts_of(model: nn.Module, ahead: MTPLayer | None) -> tuple[_Part, ...]:
+    """What is taken over in a model, and in a layer that drafts, which has experts and routers like
+    the model's."""
+    whole = nn.ModuleList([model] if ahead is None else [model, ahead])
+    return Experts(whole), Routers(whole), Recurrent(whole), Rotations(whole), Rows(whole)
+
+
 def _forced(asked: Options, how: Decode) -> bool:
     """Do the options ask for pages?"""
     return asked.cache == "paged" or how.mode not in ("auto", "hf")
@@ -462,12 +482,14 @@ def patch(
             as transformers does it; "auto": on a GPU graphs that need no compiler, and
             piecewise ones after `Patched.capture`. A `Decode` has more to set.
         speculate: what drafts tokens that a step of `generate()` then verifies at once
-            (docs/speculation.md): "lookup": the row's own text; the folder of an EAGLE-3
-            checkpoint, or its `attnops.nn.Eagle3Head`; an `attnops.nn.DraftTree` of either; a
-            patched transformers model with the same words; an object with `propose`, see
-            `attnops.nn.Draft`. None: nothing, but where a call has transformers'
-            `prompt_lookup_num_tokens=` or `assistant_model=`. Greedy tokens are those of plain
-            decoding, and samples have its distribution.
+            (docs/speculation.md): "lookup": the row's own text; the folder of an EAGLE-3 or DFlash
+            checkpoint, or its `attnops.nn.Eagle3Head` or `attnops.nn.DFlashHead`; an
+            `attnops.nn.DraftTree` of an EAGLE-3 head; "mtp": the layer in the model's checkpoint
+            that predicts one token more, or such an `attnops.nn.MTPLayer`; a patched transformers
+            model with the same words; an object with `propose`, see `attnops.nn.Draft`. None:
+            nothing, but where a call has transformers' `prompt_lookup_num_tokens=`,
+            `assistant_model=` or `use_mtp=`. Greedy tokens are those of plain decoding, and samples
+            have its distribution.
 
     Returns:
         The handle. A second call on the same model returns the same handle.

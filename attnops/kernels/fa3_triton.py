@@ -53,7 +53,7 @@ register(
         needs=(*fa3.LATENT_KERNEL.needs, *triton.LATENT_NEEDS),
         packages=(fa3.PACKAGE, triton.PACKAGE),
         cost_us=_cost_us,
-        invariant=Invariant(),
+        invariant=Invariant(any_page=True),
         about="FlashAttention-3 for long requests, Triton's kernel for short ones, over latents",
     )
 )

@@ -3,6 +3,7 @@ keep a state, torch's MultiheadAttention, and the paged cache."""
 
 from attnops.cache import PagedBatch as PagedBatch, PagedCache as PagedCache
 from attnops.nn.attention import Attention as Attention
+from attnops.nn.dflash import DFlashHead as DFlashHead
 from attnops.nn.drafts import (
     Draft as Draft,
     DraftState as DraftState,

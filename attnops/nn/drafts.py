@@ -27,7 +27,7 @@ class DraftState:
         hidden: `[B, N, H]`, hidden states of the target that no proposal has seen yet, for drafts
             that read them; else None. `hidden[b, i]` belongs to the token at position
             `seq_lens[b] - 1 - fresh[b] + i`. The last token has none: the target has not read it
-            yet. `generate()` gives None: of its drafts only an EAGLE-3 head reads hidden states.
+            yet. `generate()` gives None: of its drafts only heads read hidden states.
         fresh: int32 `[B]`, how many of the N are row b's; what is behind them has no meaning. None
             where hidden is.
         missed: how many rounds there were since the last proposal that no draft was asked for. In

@@ -9,55 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.record import need
 from attnops.nn import arguments as check
-from attnops.nn.heads import assign, config_of, embedded, fits, only, tensors_of
-from attnops.nn.rotary import RotaryEmbedding
+from attnops.nn.heads import (
+    MLP,
+    assign,
+    config_of,
+    embedded,
+    fits,
+    only,
+    rope_of_config,
+    tensors_of,
+)
 from attnops.nn.self_attention import SelfAttention
-
-YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
-"""Words of a config for YaRN that RotaryEmbedding has, too."""
-
-
-def rope_of_config(config: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
-    """The rotation that a config.json names, in `rope_parameters` or the older `rope_scaling`.
-    Raises InvalidInput for a kind that RotaryEmbedding does not have."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    words = {**config, **given}
-    theta: Any = words.get("rope_theta", 10000.0)
-    kind = given.get("rope_type", given.get("type", "default"))
-    more: dict[str, Any] = {"factor": given.get("factor")}
-    if kind in ("llama3", "yarn"):
-        more["original_max_position"] = given.get("original_max_position_embeddings")
-    if kind == "llama3":
-        more["beta_fast"] = given.get("high_freq_factor")
-        more["beta_slow"] = given.get("low_freq_factor")
-    if kind == "yarn":
-        more |= {name: given[name] for name in YARN if given.get(name) is not None}
-    part = words.get("partial_rotary_factor") or 1.0
-    need(part == 1.0, "config.partial_rotary_factor", part, "1.0, for whole heads")
-    kinds = ("default", "linear", "llama3", "yarn")
-    known = "mrope_section" not in given and kind in kinds
-    want = f"rope_type of {' | '.join(kinds)}, with one position per token"
-    need(known, "config.rope_scaling", repr(given), want)
-    if kind == "default":
-        return RotaryEmbedding(head_dim, theta)
-    return RotaryEmbedding(head_dim, theta, scaling=kind, **more)
-
-
-class _MLP(nn.Module):
-    def __init__(self, hidden_size: int, inner_size: int, made: dict[str, Any]) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, inner_size, bias=False, **made)
-        self.up_proj = nn.Linear(hidden_size, inner_size, bias=False, **made)
-        self.down_proj = nn.Linear(inner_size, hidden_size, bias=False, **made)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return out
 
 
 class _Layer(nn.Module):
@@ -81,7 +47,7 @@ class _Layer(nn.Module):
         )
         self.self_attn.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=bias, **made)
         inner_size = check.size("config.intermediate_size", config.get("intermediate_size"))
-        self.mlp = _MLP(hidden_size, inner_size, made)
+        self.mlp = MLP(hidden_size, inner_size, made)
         eps = check.number("config.rms_norm_eps", config.get("rms_norm_eps", 1e-6), 0.0)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             nn.RMSNorm(hidden_size, eps=eps, **made) for _ in range(3)

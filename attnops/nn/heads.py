@@ -1,5 +1,5 @@
-"""What draft heads share: embeddings of the target, and checkpoints whose tensors are refused by
-name where they do not fit."""
+"""What draft heads share: parts of their layers, embeddings of the target, and checkpoints whose
+tensors are refused by name where they do not fit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,56 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnops.core.errors import InvalidInput, fail
 from attnops.core.needs import require
 from attnops.core.record import need
 from attnops.nn import arguments as check
+from attnops.nn.rotary import RotaryEmbedding
+
+YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
+"""Words of a config for YaRN that RotaryEmbedding has, too."""
+
+
+def rope_of_config(config: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
+    """The rotation that a config.json names, in `rope_parameters` or the older `rope_scaling`.
+    Raises InvalidInput for a kind that RotaryEmbedding does not have."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    words = {**config, **given}
+    theta: Any = words.get("rope_theta", 10000.0)
+    kind = given.get("rope_type", given.get("type", "default"))
+    more: dict[str, Any] = {"factor": given.get("factor")}
+    if kind in ("llama3", "yarn"):
+        more["original_max_position"] = given.get("original_max_position_embeddings")
+    if kind == "llama3":
+        more["beta_fast"] = given.get("high_freq_factor")
+        more["beta_slow"] = given.get("low_freq_factor")
+    if kind == "yarn":
+        more |= {name: given[name] for name in YARN if given.get(name) is not None}
+    part = words.get("partial_rotary_factor") or 1.0
+    need(part == 1.0, "config.partial_rotary_factor", part, "1.0, for whole heads")
+    kinds = ("default", "linear", "llama3", "yarn")
+    known = "mrope_section" not in given and kind in kinds
+    want = f"rope_type of {' | '.join(kinds)}, with one position per token"
+    need(known, "config.rope_scaling", repr(given), want)
+    if kind == "default":
+        return RotaryEmbedding(head_dim, theta)
+    return RotaryEmbedding(head_dim, theta, scaling=kind, **more)
+
+
+class MLP(nn.Module):
+    """That of Llama: SwiGLU."""
+
+    def __init__(self, hidden_size: int, inner_size: int, made: dict[str, Any]) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, inner_size, bias=False, **made)
+        self.up_proj = nn.Linear(hidden_size, inner_size, bias=False, **made)
+        self.down_proj = nn.Linear(inner_size, hidden_size, bias=False, **made)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return out
 
 
 def embedded(embed_tokens: nn.Embedding | None, tokens: Tensor, hidden_size: int) -> Tensor:
@@ -83,9 +128,9 @@ def config_of(folder: str | Path) -> dict[str, Any]:
         raise InvalidInput("folder", f"{path} ({error})", "a JSON object in config.json") from None
 
 
-def tensors_of(folder: str | Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names begin with `prefix`, on the CPU: of its safetensors
-    files, else of its pytorch_model files. Raises InvalidInput, MissingExtra."""
+def tensors_of(folder: str | Path, prefix: str | tuple[str, ...] = "") -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names begin with `prefix`, or one of several, on the CPU:
+    of its safetensors files, else of its pytorch_model files. Raises InvalidInput, MissingExtra."""
     place, found = Path(folder), dict[str, Tensor]()
     if files := sorted(place.glob("*.safetensors")):
         require(("safetensors",), "hf")

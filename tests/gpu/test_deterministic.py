@@ -1,6 +1,7 @@
 """Deterministic policies on a GPU: bits of requests alone, among mates, and beside a long prompt,
 for every kernel that may be chosen."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,8 +20,19 @@ from attnops.core.select import select
 from attnops.hf import tiny
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.testing import CASES, Call, Features, Source, equip, make_call, refusals
+from tests.hf.drafting import Branches, Oracle, Verified, asked, worth
 from tests.hf.test_rows import IDS, called, same_bits as rows_alone, steps
-from tests.mates import POLICY, invariant, may_be_chosen, only, results, rows_of, same_bits, within
+from tests.mates import (
+    POLICY,
+    invariant,
+    may_be_chosen,
+    only,
+    results,
+    rows_of,
+    same_bits,
+    same_bits_in_any_page,
+    within,
+)
 from tests.triton.test_steady import CALLS as STEADY, LAYOUTS
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -68,6 +80,12 @@ BATCHES: dict[str, tuple[Any, ...]] = {
     "paged_attention.decode": (ONES, LENGTHS, 64),
     "decode_attention": (LENGTHS, 64),
 }
+STEPS_OF: dict[str, tuple[Any, ...]] = {
+    "paged_attention": (ONES, LENGTHS, 64),
+    "mla_attention": (ONES, LENGTHS, 64),
+    "decode_attention": (LENGTHS, 64),
+}
+ROUNDS = ("llama", "qwen3", "mistral", "gpt_oss", "qwen3_moe", "deepseek_v3")
 RANGES = {"kv_start": range(12), "kv_end": range(700, 712), "index": torch.int32}
 LATENT, SLASHED = replace(DEEPSEEK, lse=True), replace(LLAMA, q_heads=4, kv_heads=2, causal=False)
 MERGED = [(3,), (63,), (1, 5, 9), tuple(range(40))]
@@ -330,6 +348,47 @@ def test_whole_models(family: str) -> None:
             for run in (called, steps):
                 rows_alone(model, run, IDS.cuda())
         assert handle.took is not None and handle.took.decode == "breakable", handle.took
+
+
+ANY_PAGE = [k for k in all_kernels() if k.invariant and k.invariant.any_page and k.op in STEPS_OF]
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("kernel", ANY_PAGE, ids=lambda k: f"{k.op}.{k.name}")
+def test_the_size_of_pages(kernel: Kernel, features: str) -> None:
+    """A request of one token has the same bits over pages of 64 tokens and of one."""
+    f = LATENT if kernel.op == "mla_attention" else replace(FEATURES[features], mask="none")
+    call = make_call(kernel.op, source(), *STEPS_OF[kernel.op], f)
+    if not may_be_chosen(kernel, call):
+        pytest.skip(f"{kernel.name} refuses it")
+    same_bits_in_any_page(call, kernel)
+
+
+SHAPES = [
+    *((family, drafts, 7) for family in ROUNDS for drafts in (Oracle, Branches)),
+    *(("llama", drafts, most) for drafts in (Oracle, Branches) for most in (1, 31, 63)),
+]
+
+
+@pytest.mark.parametrize(("family", "drafts", "most"), SHAPES)
+def test_tokens_that_are_verified(
+    monkeypatch: pytest.MonkeyPatch, family: str, drafts: Any, most: int
+) -> None:
+    """The logits of 2 to 64 tokens of a row, chains and trees, have the bits of plain steps."""
+    sizes = {} if family == "deepseek_v3" else {"head_dim": 64}
+    model = tiny.model(family, **sizes).to("cuda", BF16)
+    plain, draft, found = copy.deepcopy(model), drafts(most, wrong=0.1), Verified(monkeypatch)
+    with attnops.patch(plain), attnops.patch(model, speculate=draft) as handle:
+        for rows in (1, 3):
+            on_gpu = {n: x.cuda() if hasattr(x, "cuda") else x for n, x in asked(rows).items()}
+            given = {**on_gpu, "max_new_tokens": 90}
+            with attnops.use(deterministic=True), skipping(True):
+                want = plain.generate(**given, output_logits=True, return_dict_in_generate=True)
+                draft.texts = want.sequences
+                assert torch.equal(model.generate(**given), want.sequences)
+            assert worth(handle) > 1.5
+            for row, logits in zip(found.logits(), torch.stack(want.logits, 1), strict=True):
+                assert torch.equal(torch.stack(row), logits.to(row[0].dtype))
 
 
 @pytest.mark.parametrize("name", STEADY)

@@ -34,6 +34,21 @@ def _free_drafts(monkeypatch):
     monkeypatch.setattr(Plan, "cost", lambda plan, owner: 0.0)
 
 
+@pytest.fixture
+def proposed(monkeypatch):
+    """Of each round: the tokens that each row's pages keep, and the drafts behind the next one."""
+    from attnops.hf.steps.round_graph import Round
+
+    found, own = [], Round.send
+
+    def noted(made, draft):
+        found.append((made.stored.clone(), made._drafts[:, 1:].clone()))
+        own(made, draft)
+
+    monkeypatch.setattr(Round, "send", noted)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _few_objects(monkeypatch):
     from attnops.graphs import cuda_graphs

@@ -6,6 +6,7 @@ import torch
 
 import attnops
 from attnops.hf import tiny
+from attnops.hf.steps.round_graph import Round
 from attnops.nn import Eagle3Head, Proposal
 from tests.hf.decoding import auto
 
@@ -29,6 +30,29 @@ def worth(handle):
     return handle.took.tokens_a_round
 
 
+class Verified:
+    """The logits that rounds choose their tokens from."""
+
+    def __init__(self, monkeypatch):
+        self.steps, choose = [], Round.choose
+
+        def noted(made, out, drafts=True):
+            logits = out.logits.clone()
+            choose(made, out, drafts)
+            self.steps.append((logits, made._path(logits.shape[1]).clone()))
+
+        monkeypatch.setattr(Round, "choose", noted)
+
+    def logits(self):
+        """Of each row, those of its tokens, in order."""
+        rows = [[] for _ in self.steps[0][1]]
+        for logits, path in self.steps:
+            for row, own, kept in zip(rows, logits, path, strict=True):
+                row += own[kept[kept >= 0].long()]
+        self.steps.clear()
+        return rows
+
+
 def assistant(mode="auto"):
     """A model that drafts, and its handle."""
     other = tiny.model("llama", seed=3)
@@ -43,13 +67,14 @@ class Oracle:
         self.numbers = torch.Generator().manual_seed(1)
 
     def propose(self, state):
-        return Proposal(self.after(state, torch.arange(self.num_drafts)))
+        depths = torch.arange(self.num_drafts, device=state.tokens.device)
+        return Proposal(self.after(state, depths))
 
     def after(self, state, depths):
         """The tokens at so many places behind the next one. depths: `[K]` or `[B, K]`."""
         at = state.seq_lens[:, None] + depths
         found = self.texts.gather(1, at.clamp(max=self.texts.shape[1] - 1).long())
-        odds = torch.rand(found.shape, generator=self.numbers)
+        odds = torch.rand(found.shape, generator=self.numbers).to(found.device)
         found = torch.where(odds < self.wrong, (found + 1) % tiny.VOCAB, found)
         return torch.where(odds < self.wrong / 5, -1, found)
 
@@ -67,7 +92,21 @@ class Branches(Oracle):
             before = parents[:, node : node + 1]
             deeper = depths.gather(1, before.clamp(min=0)) + 1
             depths[:, node] = torch.where(before >= 0, deeper, 0)[:, 0]
-        return Proposal(self.after(state, depths), parents.to(torch.int32))
+        device = state.tokens.device
+        return Proposal(self.after(state, depths.to(device)), parents.to(device, torch.int32))
+
+
+def right(drafts_of, given, want, proposed):
+    """What was proposed in a call is what `drafts_of` says after the whole text, for so many
+    tokens. want: the texts of the call."""
+    proposed = [(stored, tokens) for stored, tokens in proposed if (tokens >= 0).any()]
+    assert len(proposed) > 3
+    pad = (given["attention_mask"] == 0).sum(1)
+    for stored, tokens in proposed:
+        for row, length in enumerate(pad + stored + 1):
+            if length < want.shape[1]:
+                found = drafts_of(want[row, pad[row] : length], tokens.shape[1])
+                assert torch.equal(tokens[row], found)
 
 
 STATES = (1, 2, 0)

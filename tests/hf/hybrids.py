@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import DynamicCache
 
 from attnops.hf import tiny
+from attnops.hf.cache.own_class import own_class
 
 _BASE = {
     "vocab_size": tiny.VOCAB,
@@ -39,6 +41,17 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 96,
     },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128, "num_hidden_layers": 2},
+    "minimax": {
+        # transformers' own cache counts tokens by the first layer, if that attends.
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"] * 2,
+        "num_hidden_layers": 6,
+        "initializer_range": 0.1,
+        "block_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "linear_attn_alpha_factor": 1.3,
+        "mlp_beta_factor": 0.7,
+    },
 }
 _NEMOTRON = {
     "vocab_size": tiny.VOCAB,
@@ -60,6 +73,22 @@ _NEMOTRON = {
 NAMES = ("qwen3_next", "qwen3_5", "lfm2", *_OTHERS, "nemotron_h")
 
 
+def cache(model: Any) -> Any:
+    """A new cache of transformers' own."""
+    own = own_class(model)
+    return DynamicCache(config=model.config) if own is None else own()
+
+
+def states(cache: Any, number: int) -> list[torch.Tensor]:
+    """What a cache keeps for a layer with states, in the form of transformers' own."""
+    if held := getattr(cache, "linear_cache", ()):
+        return [held[number]]
+    layer = cache.layers[number]
+    conv, state = layer.conv_states[0], layer.recurrent_states[0]
+    found = [state.mT] if getattr(cache, "own", None) else [conv, state]
+    return [x for x in found if x is not None and x.numel()]
+
+
 @functools.cache
 def model(name: str) -> Any:
     """A float32 model in eval mode, always the same."""
@@ -73,4 +102,6 @@ def model(name: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if name == "minimax":
+        made.set_experts_implementation("batched_mm")  # others are not recorded on a CPU
     return made.eval()

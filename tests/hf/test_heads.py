@@ -6,6 +6,7 @@ import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,14 +16,14 @@ import attnops
 from attnops.core.errors import PatchError
 from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
-from attnops.hf.steps import hidden, prompt, rounds
+from attnops.hf.steps import hidden, prompt, round_graph, rounds
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.hidden import Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds
 from attnops.hf.steps.waiting import Waiting
 from tests.hf.decoding import auto
-from tests.hf.drafting import asked, head_of, words_of, worth
+from tests.hf.drafting import asked, head_of, right, words_of, worth
 
 
 @torch.no_grad()
@@ -47,31 +48,10 @@ def patched(model, head):
     return ours, attnops.patch(ours, decode=auto(compile_after=None), speculate=head)
 
 
-@pytest.fixture
-def proposed(monkeypatch):
-    """Of each round: the tokens that each row's pages keep, and the drafts behind the next one."""
-    found, own = [], Round.send
-
-    def noted(made, draft):
-        found.append((made.stored.clone(), made._drafts[:, 1:].clone()))
-        own(made, draft)
-
-    monkeypatch.setattr(Round, "send", noted)
-    return found
-
-
 def check(model, head, given, want, proposed, skipped=0):
     """Each draft is what the head drafts after the whole text, of which it has not read the first
     tokens."""
-    proposed = [(stored, tokens) for stored, tokens in proposed if (tokens >= 0).any()]
-    assert len(proposed) > 3
-    pad = (given["attention_mask"] == 0).sum(1)
-    for stored, tokens in proposed:
-        for row, length in enumerate(pad + stored + 1):
-            if length < want.shape[1]:
-                text = want[row, pad[row] : length]
-                drafts = chain(model, head, text, tokens.shape[1], skipped)
-                assert torch.equal(tokens[row], drafts)
+    right(partial(chain, model, head, skipped=skipped), given, want, proposed)
 
 
 def taught(model, head, texts, steps=60):
@@ -359,8 +339,18 @@ def test_a_folder(tmp_path):
 
 
 def test_a_head_that_is_seldom_right(proposed, monkeypatch):
-    """It reads nothing while nothing is drafted, and then all that it missed."""
-    monkeypatch.setattr(rounds, "PROBE", 5)
+    """It reads little while nothing is drafted, every fifth round what it missed, and before it
+    drafts again the rest."""
+    for module in (rounds, round_graph):
+        monkeypatch.setattr(module, "PROBE", 5)
+    monkeypatch.setattr(rounds, "PROBE_MOST", 20)
+    ways, own = [], Round._way
+
+    def noted(made, drafts):
+        ways.append(own(made, drafts))
+        return ways[-1]
+
+    monkeypatch.setattr(Round, "_way", noted)
     model = tiny.model("llama", num_hidden_layers=4)
     head = head_of(model)
     ours, _ = patched(model, head)
@@ -370,4 +360,6 @@ def test_a_head_that_is_seldom_right(proposed, monkeypatch):
     idle = [bool((tokens < 0).all()) for _, tokens in proposed]
     assert 4 < len(idle) - sum(idle) < len(idle) / 2
     assert (True, False) in pairwise(idle)
+    assert ways.count("late") > 1 and ways.count("reads") > ways.count("late")
+    assert all(ways[at - 4 : at] == ["waits"] * 4 for at, way in enumerate(ways) if way == "reads")
     check(model, head, given, want, proposed)

@@ -47,7 +47,7 @@ def bounds(monkeypatch):
 def by_hand(model="llama", **more):
     """A patched model whose first prompt is compiled, without gradients."""
     with torch.no_grad(), beside(model, "piecewise", **more) as pair:
-        pair.decoder._at_once = True
+        pair.decoder.at_once = True
         yield pair
 
 

@@ -15,7 +15,9 @@ from attnops.graphs.forms import Form
 from attnops.hf import tiny
 from attnops.hf.steps import graphed_steps
 from attnops.hf.steps.decode import Decoder
+from tests.hf.blocks import draft_of
 from tests.hf.decoding import asked, first, generated
+from tests.hf.drafting import asked as drafted, head_of, patched
 from tests.ops.test_ahead import tell_ahead
 
 OPS = ("decode_attention", "paged_attention", "rotate_and_write_kv", "write_kv", "attention")
@@ -93,6 +95,30 @@ def test_kernels_begin_in_the_order_of_their_launches(events):
     assert ahead == ["write_kv", "paged_attention", "rotate_and_write_kv", "paged_attention"]
     steps = events[events.index("step") :]
     assert not set(OPS).intersection(steps)
+
+
+HEADS = {
+    # After steps of one, four and six tokens, after rounds without drafts, and twice of a draft,
+    # because its first state has another place.
+    "Eagle3Head": (head_of, 6),
+    # After steps of one, four and six tokens, and after rounds without drafts.
+    "DFlashHead": (draft_of, 4),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_is_recorded_before_the_prompt(head, events):
+    """And so are the steps that verify its drafts. Nothing is recorded twice."""
+    model, (made, count) = tiny.model("llama", num_hidden_layers=4), HEADS[head]
+    ours, handle = patched(model, made(model))
+    given = {**drafted(2), "max_new_tokens": 12}
+    assert torch.equal(ours.generate(**given), model.generate(**given))
+    at = events.index("prompt")
+    assert recorded(events[:at]) == [*STEP, *[head] * count, *STEP, *STEP]
+    of_the_prompt = ["LlamaDecoderLayer"]
+    again = [event for event in recorded(events[at:]) if event not in ("prompt", "step")]
+    assert again == of_the_prompt and handle.took.decode == "breakable"
+    assert not set(OPS).intersection(events[events.index("step") :])
 
 
 def test_a_call_of_one_token_records_no_step(events):

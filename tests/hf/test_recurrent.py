@@ -18,6 +18,7 @@ import attnops
 from attnops.core.problem import Target, pretend
 from attnops.hf import tiny
 from attnops.hf.models import chosen, delta
+from tests.hf import hybrids
 
 REFERENCES = dict.fromkeys(("gated_delta_rule", "causal_conv1d"), "reference")
 NAMES = ("qwen3_next", "qwen3_5")
@@ -97,11 +98,18 @@ def test_a_report_names_packages_and_what_to_install():
         assert "of fla that transformers calls outside of them" in text and "faster" not in text
 
 
-def test_explain_names_the_kernels_of_layers_with_states():
-    model = tiny.model("qwen3_next")
-    with attnops.patch(model):
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [("qwen3_next", ("causal_conv1d", "gated_delta_rule")), ("minimax", ("mamba2_scan",))],
+)
+def test_explain_and_the_report_name_the_kernels_of_layers_with_states(name, ops):
+    model, kernels = copy.deepcopy(hybrids.model(name)), [f"{op}.triton" for op in ops]
+    with attnops.patch(model) as handle:
         found = attnops.explain(model, numbers(1, 9), target="h200", quiet=True)
-    assert {"causal_conv1d.triton", "gated_delta_rule.triton"} <= {*found.chosen()}
+        with pretend(Target("cuda", 90, ("triton",), gpu="NVIDIA H200")):
+            [line] = [x for x in handle.report().notes if x.startswith("linear attention")]
+    assert {*kernels} <= {*found.chosen()}
+    assert all(kernel in line for kernel in kernels)
 
 
 def test_a_patched_model_is_told_of_what_is_chosen():

@@ -5,6 +5,7 @@ import copy
 import threading
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from attnops.hf import tiny
 from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import decode
 from attnops.hf.steps.calls import StepInputs
-from attnops.hf.steps.round_graph import PROBE, Kind, News, Round
+from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.round_kinds import PROBE, PROBE_MOST, Kind, News
 from attnops.hf.steps.rounds import Depth
 from attnops.hf.steps.sampler_graph import Choice
 from attnops.nn import Proposal
@@ -290,16 +292,23 @@ def test_a_draft_runs_beside_the_steps_of_other_threads():
 
 
 ASKED = {
-    "never right": (lambda: Oracle(wrong=1), False, 16, 18, 1),
-    "right later": (lambda: Oracle(wrong=1), True, 30, 60, 2),
-    "finds nothing": (lambda: Broken(lambda: Proposal(torch.full((1, 3), -1))), False, 198, 200, 1),
+    "never right": (lambda: Oracle(wrong=1), False, 9, 12, 2 * PROBE - 1, 1),
+    "right later": (lambda: Oracle(wrong=1), True, 30, 60, PROBE - 1, 2),
+    "finds nothing": (
+        lambda: Broken(lambda: Proposal(torch.full((1, 3), -1))),
+        False,
+        198,
+        200,
+        0,
+        1,
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", ASKED)
 def test_a_draft_is_asked_where_its_tokens_are_verified(kind):
-    """Where they are not, by every 32nd round."""
-    make, learns, least, most, tokens = ASKED[kind]
+    """Where they are not, after 32 rounds, and then after 64."""
+    make, learns, least, most, longest, tokens = ASKED[kind]
     model, draft, missed = tiny.model("llama"), make(), []
     ours, handle = patched(model, draft)
     own = draft.propose
@@ -314,7 +323,7 @@ def test_a_draft_is_asked_where_its_tokens_are_verified(kind):
     given = {**asked(1), "max_new_tokens": 200}
     draft.texts = want = model.generate(**given)
     assert torch.equal(ours.generate(**given), want)
-    assert least <= len(missed) <= most and max(missed) == (0 if least == 198 else PROBE - 1)
+    assert least <= len(missed) <= most and max(missed) == longest
     assert tokens <= worth(handle) < tokens + 1
     missed.clear()
     ours.generate(**{**given, "max_new_tokens": 4})
@@ -419,7 +428,7 @@ def test_a_choice_is_four_launches():
             return func(*args, **(kwargs or {}))
 
     choice = Choice(torch.device("cpu"), 2, 32, 16, ends=2, sampled=False, processors=())
-    made = Round(choice, [], torch.nn.Embedding(16, 4))
+    made = Round(choice, [], None)
     with Launches():
         made._choose(Kind(8, ""))
     tail = [f"attnops::{op}" for op in ("advance_rows", "lookup_drafts", "next_inputs")]
@@ -427,14 +436,18 @@ def test_a_choice_is_four_launches():
 
 
 def test_the_depth_of_a_round_follows_what_drafts_were_worth():
-    depth = Depth((1, 5, 8), rows=1)
+    depth = Depth((1, 5, 8), rows=1, cost=0.3)
     right, wrong = News([8], [], 7, False), News([1], [], 7, False)
     assert depth.next(7) == 8 and depth.next(0) == 1
     for _ in range(60):
         depth.note(8, wrong)
-    found = [depth.next(7) for _ in range(2 * PROBE)]
-    assert found.count(1) == 2 * PROBE - 2 and found[PROBE - 1] == 8
-    for _ in range(20):
-        depth.note(8, right)
-    assert depth.next(7) == 8
+    waits = [PROBE, 2 * PROBE, PROBE_MOST, PROBE_MOST]
+    found = [depth.next(7) for _ in range(sum(waits))]
+    tries = [number for number, queries in enumerate(found, 1) if queries > 1]
+    assert tries == [*accumulate(waits)] and {*found} == {1, 8}
+    depth.note(8, right)  # what was known is old
+    assert depth.next(7) == 5
+    for _ in range(9):
+        depth.note(8, wrong)
+    assert [depth.next(7) for _ in range(PROBE)] == [1] * (PROBE - 1) + [8]
     assert Depth((1, 5, 8), rows=1, cost=3.0).next(7) == 1  # drafts take as long as three tokens

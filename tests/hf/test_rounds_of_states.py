@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import attnops
 from attnops.core.errors import InvalidInput, NotCapturable, NotFast
@@ -51,7 +50,7 @@ def test_tokens_are_those_of_plain_decoding(name):
             assert "without drafts" not in handle.took.rounds
 
 
-@pytest.mark.parametrize("name", ("qwen3_next", "nemotron_h", "lfm2"))
+@pytest.mark.parametrize("name", ("qwen3_next", "nemotron_h", "lfm2", "minimax"))
 def test_rounds_in_bfloat16(name):
     """What is kept has the dtypes of the ops' arguments."""
     model, draft = copy.deepcopy(hybrids.model(name)).bfloat16(), Oracle(5, wrong=0.35)
@@ -74,7 +73,7 @@ def test_turns_of_a_chat_with_one_row(name):
     ours = copy.deepcopy(model)
     draft, how = Oracle(5, wrong=0.35), auto(compile_after=None)
     handle = attnops.patch(ours, cache="paged", decode=how, speculate=draft)
-    twin, cache = DynamicCache(config=model.config), handle.new_cache(1, 128)
+    twin, cache = hybrids.cache(model), handle.new_cache(1, 128)
     poison(cache.state.pages)
     text = asked(1)["input_ids"]
     # The last choice of the second and the third turn is not followed by a step.
@@ -89,12 +88,8 @@ def test_turns_of_a_chat_with_one_row(name):
         assert (more is ngrams) == ("nothing was drafted" in handle.took.rounds)
         assert int(cache.get_seq_length()) == want.shape[1] - 1
         for number in cache.states:
-            mine, his = cache.layers[number], twin.layers[number]
-            torch.testing.assert_close(mine.conv_states[0], his.conv_states[0], **NEAR)
-            if name != "lfm2":
-                torch.testing.assert_close(
-                    mine.recurrent_states[0], his.recurrent_states[0], **NEAR
-                )
+            mine, his = hybrids.states(cache, number), hybrids.states(twin, number)
+            torch.testing.assert_close(mine, his, **NEAR)
         text = torch.cat([want, torch.tensor([[7, 8, 9]])], 1)
 
 
@@ -144,7 +139,7 @@ def fails(monkeypatch, most):
 
 
 @pytest.mark.parametrize("most", [0, 1])
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", (*ONE_OF_EACH, "minimax"))
 def test_steps_without_graphs_that_verify(monkeypatch, name, most):
     """Rounds go on without drafts: in graphs, or by the model's own layers."""
     model, draft = hybrids.model(name), Oracle()

@@ -1,17 +1,23 @@
 """What takes the place of transformers' functions of Mamba-2 gives what they give, or hands the
-call on. No kernel of attnops serves a CPU, so the policy asks for the reference."""
+call on, and lightning attention is the same scan. No kernel of attnops serves a CPU, so the policy
+asks for the reference."""
 
+import functools
 import inspect
 from importlib import import_module
 from types import SimpleNamespace
+from unittest.mock import patch as replaced
 
 import pytest
 import torch
 
 import attnops
-from attnops.hf.models import scans
+from attnops.hf.models import lightning, scans
+from attnops.ops import mamba2_scan
+from tests.hf import hybrids
 
 SCAN, UPDATE = "mamba2_chunk_scan", "mamba2_selective_state_update"
+OP = "mamba2_scan"
 MODELS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 BARE = {"D": None, "dt_bias": None}
 FIRST = {"initial_states": None, "return_final_states": False, "dt_limit": scans.NO_LIMITS}
@@ -136,3 +142,66 @@ def test_next_tokens_of_a_step_are_those_of_an_update(name):
         got = run(**given) if name == SCAN else run(*given.values())
     got = got[0] * gate if name == SCAN else got
     torch.testing.assert_close((got, state), want, rtol=1e-4, atol=1e-5)
+
+
+# Lightning attention ------------------------------------------------------------------------------
+
+
+def lightning_layer():
+    """transformers' own, and its number."""
+    model = hybrids.model("minimax")
+    number = model.config.layer_types.index("linear_attention")
+    return model.model.layers[number].self_attn, number
+
+
+def test_lightning_attention_is_a_scan():
+    """With values, keys and queries as x, b and c, steps of 1 and the slopes as rates: of prompts
+    with padding, over several blocks, and of the tokens after them."""
+    layer, number = lightning_layer()
+    heads, width = layer.num_attention_heads, layer.head_dim
+    cache, seen = hybrids.cache(hybrids.model("minimax")), []
+    state = torch.zeros(2, heads, width, width)
+    hook = layer.norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    for tokens, padding in ((37, 5), (1, 0), (3, 0)):
+        hidden, mask = torch.randn(2, tokens, 64), torch.ones(2, tokens)
+        mask[1, :padding] = 0
+        with torch.no_grad():
+            layer(hidden, None, mask, cache)
+            mixed = layer.act_fn(layer.qkv_proj(hidden)) * mask[..., None]
+        query, key, value = mixed.view(-1, heads, 3 * width).split(width, 2)
+        starts = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
+        steps, rates = torch.ones(1, 1).expand(2 * tokens, heads), -layer.slope_rate.flatten()
+        given = value, steps, rates, key, query, state, starts
+        got = mamba2_scan(*given, max_seqlen_q=tokens, kernel="reference")
+        torch.testing.assert_close(got.flatten(1), seen.pop().flatten(0, 1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state.mT, cache.linear_cache[number], rtol=1e-4, atol=1e-5)
+    hook.remove()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_prompts_of_lightning_attention_over_transformers_own_cache(rows):
+    """The op makes the states that the tokens after them are read with."""
+    model, layer = hybrids.model("minimax"), lightning_layer()[0]
+    ids = torch.randint(1, 99, (rows, 21), generator=torch.Generator().manual_seed(rows))
+    given = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **given)
+    counted = replaced.object(lightning, OP, wraps=mamba2_scan)
+    with attnops.patch(model), attnops.use({OP: "reference"}), counted as called:
+        assert torch.equal(model.generate(ids, **given), want)
+        layer(torch.randn(1, 3, 64), None, None)  # transformers' own, which may have a gradient
+    assert called.call_count == model.config.layer_types.count("linear_attention")
+
+
+def test_lightning_attention_that_computes_something_else_stays():
+    cls = type(lightning_layer()[0])
+    own = cls.forward
+
+    @functools.wraps(own)
+    def other(*args, **more):
+        output, state = own(*args, **more)
+        return output * 1.01, state
+
+    with replaced.object(cls, "forward", other), attnops.patch(hybrids.model("minimax")) as handle:
+        assert f"are left as they are: {cls.__name__} computes something else" in str(
+            handle.report()
+        )

@@ -7,13 +7,14 @@ from unittest.mock import patch as replaced
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import attnops
 from attnops.core.errors import InvalidInput, NoGradient
 from attnops.graphs import kinds
 from attnops.graphs.compared import Before
 from attnops.hf import tiny
+from attnops.hf.cache.names import named
 from tests.hf import hybrids
 from tests.hf.decoding import Streamer, auto
 
@@ -46,7 +47,7 @@ def chat(model, batch, cache):
 @functools.cache
 def wanted(batch, name=NAME):
     model = hybrids.model(name)
-    return chat(model, batch, DynamicCache(config=model.config))
+    return chat(model, batch, hybrids.cache(model))
 
 
 @pytest.fixture(scope="module")
@@ -109,19 +110,37 @@ def test_a_returned_convolution_can_go_back():
     torch.testing.assert_close(got.conv_states[0], want.conv_states[0])
 
 
-def test_a_returned_cache_goes_on(patched):
+@pytest.mark.parametrize("name", [NAME, "minimax"])
+def test_a_returned_cache_goes_on(name):
     """As transformers' own: with and without pages."""
-    model, handle = patched
-    for _ in range(2):
-        first = model.generate(
-            numbers(2, 9), max_new_tokens=3, return_dict_in_generate=True, **GREEDY
-        )
-        cache, text = first.past_key_values, torch.cat([first.sequences, numbers(2, 3, 9)], 1)
-        assert type(cache) is DynamicCache
-        want = model.generate(text, max_new_tokens=4, **GREEDY)
-        got = model.generate(text, past_key_values=cache, max_new_tokens=4, **GREEDY)
-        assert torch.equal(got, want)
-    handle.release()
+    model = copy.deepcopy(hybrids.model(name))
+    with attnops.patch(model, decode=auto()) as handle:
+        for _ in range(2):
+            first = model.generate(
+                numbers(2, 9), max_new_tokens=3, return_dict_in_generate=True, **GREEDY
+            )
+            assert handle.took.cache == "paged"
+            cache, text = first.past_key_values, torch.cat([first.sequences, numbers(2, 3, 9)], 1)
+            assert type(cache) is type(hybrids.cache(model))
+            want = model.generate(text, max_new_tokens=4, **GREEDY)
+            got = model.generate(text, past_key_values=cache, max_new_tokens=4, **GREEDY)
+            assert torch.equal(got, want)
+
+
+def test_padding_where_the_first_layer_keeps_a_state():
+    """transformers' own MiniMax counts its tokens by that layer, as none, and then sees padding."""
+    config = copy.deepcopy(hybrids.model("minimax").config)
+    config.layer_types = config.layer_types[::-1]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    text, mask, given = numbers(3, 9), torch.ones(3, 9).long(), {"max_new_tokens": 12, **GREEDY}
+    mask[1, :3] = mask[2, :7] = 0
+    want = [model.generate(row[None, n:], **given) for row, n in zip(text, (0, 3, 7), strict=True)]
+    with attnops.patch(model, decode=auto()) as handle:
+        cache = poisoned(handle, 3)
+        got = model.generate(text, attention_mask=mask, **named(cache), **given)
+        assert (handle.took.cache, handle.took.decode) == ("paged", "breakable")
+    assert [row[9:].tolist() for row in got] == [row[0, -12:].tolist() for row in want]
 
 
 @pytest.mark.parametrize("stop", [None, 3])

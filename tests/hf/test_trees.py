@@ -7,7 +7,7 @@ import torch
 from attnops.hf import tiny
 from attnops.hf.cache.names import named
 from attnops.hf.steps.paths import Paths
-from attnops.hf.steps.round_graph import PROBE, News
+from attnops.hf.steps.round_kinds import PROBE, News
 from attnops.hf.steps.rounds import Depth
 from tests.hf.decoding import ENDS
 from tests.hf.drafting import Branches, Oracle, asked, patched, worth

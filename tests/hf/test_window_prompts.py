@@ -121,7 +121,7 @@ def test_compiled_layers(name, after, took, bounds):
     bounds((32, 128, 256), chunk=48, after=after)
     ids, mask = tokens(2, 200), left_padded(2, 200)
     with beside(name, "piecewise") as pair:
-        pair.decoder._at_once = True
+        pair.decoder.at_once = True
         cache = pair.handle.new_cache(2, 220)
         for step, way in zip(((0, 100), (100, 190), (190, 200)), took, strict=True):
             assert called(pair, cache, ids, mask, *step) == way, pair.decoder.prompts.why
@@ -154,7 +154,7 @@ def test_a_capture_that_fails_overwrites_nothing(mode, bounds, monkeypatch):
     monkeypatch.setattr(Over, "begin_chunk", lambda *_: None)
     with beside("gemma3", mode, compile_after=99) as pair:
         cache, mask = pair.handle.new_cache(3, 160), left_padded(3, 110)
-        pair.decoder._at_once = mode == "piecewise"
+        pair.decoder.at_once = mode == "piecewise"
         assert [conversation(pair, cache, mask) for _ in range(3)] == [""] * 3
         assert len(failed) == 1 and "no way" in pair.decoder.prompts.why
 

@@ -12,7 +12,7 @@ from attnops.ops.experts.cases import OSS, SHAPED
 from attnops.ops.latent.cases import DEEPSEEK
 from attnops.ops.pages.decode_cases import Angles
 from attnops.testing import CASES, Features, Source, equip, make_call
-from tests.mates import may_be_chosen, same_bits
+from tests.mates import may_be_chosen, same_bits, same_bits_in_any_page
 from tests.triton.checks import mode, triton
 from tests.triton.process import interpreted
 from tests.triton.test_decode import LONG, many_splits
@@ -107,3 +107,23 @@ def test_bits_are_those_of_a_request_alone(name):
         call = equip(kernel, call)
         assert may_be_chosen(kernel, call) or name == "sums of rows"
         same_bits(call, groups, kernel)
+
+
+ONES = (1,) * 5, LENGTHS[1]
+STEPS = {
+    "paged": lambda: make_call("paged_attention", Source(4), *ONES, 64, PAGED),
+    "latents": lambda: make_call("mla_attention", Source(4), *ONES, 64, LATENTS),
+    "decode": lambda: make_call("decode_attention", Source(4), ONES[1], 64, STEP, Angles()),
+    "decode of a window": lambda: make_call(
+        "decode_attention", Source(4), ONES[1], 64, replace(STEP, window=(100, -1)), Angles()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@interpreted
+def test_bits_do_not_follow_from_the_size_of_pages(name):
+    with mode("deterministic"), many_splits() if name.startswith("decode") else nullcontext():
+        call = STEPS[name]()
+        assert triton(call.op).invariant.any_page
+        same_bits_in_any_page(call, triton(call.op))

@@ -219,11 +219,13 @@ def attend_keys(
     if not query.dtype == key.dtype == value.dtype == stored:  # under autocast
         query, key, value = query.to(stored), key.to(stored), value.to(stored)
     step = _Step(request, found, view, query, key, value)
-    if view.one_launch and count == 1:
+    new = key.flatten(0, 1), value.flatten(0, 1)
+    if view.one_launch:
+        if count > 1:  # the tokens see each other
+            write_kv(*new, k_pages, v_pages, view.batch.slots)
         out = _in_one_launch(step)
         _wrote(cache, layer)
         return out.view(batch, count, heads, out.shape[2]).to(request.query.dtype)
-    new = key.flatten(0, 1), value.flatten(0, 1)
     # Copied before the step overwrites the pages of the window.
     packed = behind = None
     if isinstance(view.past, Behind):
@@ -246,7 +248,7 @@ def attend_keys(
 
 
 def _in_one_launch(step: _Step) -> Tensor:
-    """`[B, H, Dv]` of one token a row, which is written in the same launch."""
+    """`[B, H, Dv]` of one token a request, which is written in the same launch."""
     request, now, (k_pages, v_pages) = step.request, step.view.batch, step.view.pages
     return decode_attention(
         step.query.flatten(0, 1),
@@ -352,7 +354,7 @@ def _over_pages(step: _Step, kernel: str | None) -> Tensor:
         now.page_table,
         now.seq_lens,
         now.cu_seqlens_q,
-        max_seqlen_q=step.query.shape[1],
+        max_seqlen_q=now.max_seqlen_q,
         plan=now.plan,
         workspace=now.workspace,
         padded=False,

@@ -42,7 +42,6 @@ from attnops.hf.cache.page_sizes import Sizes, room_of
 from attnops.hf.cache.step_plans import Held, Kind, StepPlans, is_asked, mean_plan_us
 from attnops.hf.models.states import AllStates
 from attnops.kernels.shared.memory import COUNTERS
-from attnops.ops import slot_mapping
 from attnops.ops.pages.plan import over_latents, step_of
 
 # Padding of a row without tokens: more than any position.
@@ -332,6 +331,14 @@ class ModelPages(Pages):
         ).kernel
         return "" if kernel is None else kernel.name
 
+    def step_kernel(self, layer: Problem, page_size: int) -> Kernel | None:
+        """The kernel of attention in a step of one token, under the policy in force, over pages of
+        so many tokens."""
+        whole = self._takes_one_launch(layer, self._room)
+        problem = self._step(layer, self._room) if whole else self._decode(layer)
+        found = altered(problem, workspace=self._room, page_size=page_size)
+        return select(found, key_for(layer.op, self.sizes.kernel)).kernel
+
     def meanwhile(self) -> tuple[Meanwhile, ...]:
         """For each layer, under the policy in force; empty for latents. See `State.waits`."""
         key = _ACTIVE.key
@@ -428,12 +435,3 @@ class ModelPages(Pages):
             replace(batch, seq_lens=length, slots=slots, positions=positions)
             for length, slots, positions in each
         )
-
-    def past(self, before: Tensor, table: int) -> Past:
-        """The window's tokens of a page table that precede a step. before: as in `step`."""
-        window, rows = self.windows[table], self.tables[table][: before.shape[0]]
-        last = before[:, None] + torch.arange(1 - window, 0, device=before.device)
-        owner = torch.arange(before.shape[0], device=before.device)[:, None].expand_as(last)
-        at = last.clamp(min=0) % (rows.shape[1] * self.page_size)
-        slots = slot_mapping(at.reshape(-1), owner.reshape(-1), rows, page_size=self.page_size)
-        return slots, (window - 1 - before).clamp(min=0)

@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from attnops.core.errors import InvalidInput, PatchError
 from attnops.core.record import need
 
 # transformers 5.15 has no layers without a cache.
@@ -44,6 +45,17 @@ def layers_without_pages(
             "one of pages, or the states of linear attention",
         )
     return {i: made[i] for i in missing}
+
+
+def check_others(owner: Any, config: Any, paged_layers: Sequence[int]) -> None:
+    """Raise PatchError where there is no cache for the layers without pages. config: of the text
+    of a model."""
+    try:
+        layers_without_pages(config, paged_layers)
+    except InvalidInput as error:
+        raise PatchError(
+            f'patch: cache="paged" cannot make a cache for {type(owner).__name__}: {error}'
+        ) from error
 
 
 def has_states(layer: Any) -> bool:

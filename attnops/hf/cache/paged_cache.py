@@ -30,7 +30,9 @@ from attnops.hf.cache import names as cache_names
 from attnops.hf.cache.described import (
     Masks,
     Tree,
+    apart,
     described,
+    single,
     tree_masks,
     tree_of,
     windows_before,
@@ -343,6 +345,8 @@ class PagedModelCache(Cache):
 
     latent = False
     """Does it hold latents?"""
+    own: ClassVar[Any] = None
+    """The class of cache that the model takes alone, see `own_class`; None: it takes any."""
 
     def __init__(
         self,
@@ -370,7 +374,7 @@ class PagedModelCache(Cache):
         rest |= {n: self._with_state(n, place) for n, place in self.states.items()}
         first, later = PagedLayer(self.state, first=True), PagedLayer(self.state, first=False)
         of_layer = {**dict.fromkeys(paged_layers, later), self.first_layer: first, **rest}
-        super().__init__(layers=[of_layer[number] for number in sorted(of_layer)])
+        Cache.__init__(self, layers=[of_layer[number] for number in sorted(of_layer)])
 
     def _with_state(self, number: int, place: int) -> StateLayer:
         if number not in self.numbers:
@@ -435,8 +439,9 @@ class PagedModelCache(Cache):
             batch = replace(batch, plan=planner.plan, workspace=planner.workspace)
         past = step.past[table]
         one_launch = bool(step.one_launch) and step.one_launch[number]
+        own = pages.layers[number]
         return View(
-            pages.layers[number],
+            own if step.masks is not None or self.state.parents is None else single(own),
             pages.windows[table],
             batch,
             past,
@@ -494,8 +499,7 @@ class PagedModelCache(Cache):
         plans = None if by_hand or (fresh and count > 1) else pages.plans()
         in_graph = state.start is not None and count == 1
         planned = in_graph and plans is not None and plans.whole
-        batch = described(pages, before, real, count, heads, planned)
-        masks = None if state.parents is None else tree_masks(pages, batch, state.parents)
+        batch, masks = self._described(before, count, heads, planned)
         past = windows_before(pages, before, long=not fresh and count > pages.sizes.drafts)
         planners = () if plans is None else _planned(plans, state, before, count, batch)
         # A run on fake tensors, as of `explain`, stores no token.
@@ -503,8 +507,20 @@ class PagedModelCache(Cache):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
         meanwhile = () if by_hand else self._meanwhile(before)
-        one_launch = self._one_launch(meanwhile) if count == 1 else ()
+        one_launch = self._one_launch(meanwhile) if batch.max_seqlen_q == 1 else ()
         return Step(batch, past, fresh, one_launch, planners, meanwhile, masks)
+
+    def _described(
+        self, before: Tensor, count: int, heads: int, planned: bool
+    ) -> tuple[PagedBatch, Masks | None]:
+        """The batch of a step, and the masks of a tree. Under a deterministic policy a step that
+        verifies gives each token the bits of a step of its own, and needs no masks."""
+        state = self.state
+        pages, real, parents = state.pages, state.real, state.parents
+        if state.verified is not None and count > 1 and _ACTIVE.deterministic:
+            return apart(pages, before, real, count, parents), None
+        batch = described(pages, before, real, count, heads, planned)
+        return batch, None if parents is None else tree_masks(pages, batch, parents)
 
     def _meanwhile(self, before: Tensor) -> tuple[Meanwhile, ...]:
         """As `ModelPages.meanwhile` where the step waits for graphs; else empty. So in a trace,

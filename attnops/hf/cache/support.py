@@ -25,6 +25,7 @@ from attnops.core.private_torch import FakeTensor
 from attnops.core.problem import Problem, pretend
 from attnops.core.record import need
 from attnops.hf.cache import names as cache_names
+from attnops.hf.cache.own_class import own_class, sizes_in, takes_any
 from attnops.hf.cache.paged_cache import PagedKeyCache
 from attnops.hf.models.attention_modules import Match, Site
 from attnops.hf.models.latents import ABSORB_UP_TO, dims_of
@@ -132,12 +133,13 @@ def check_generate(owner: Any) -> None:
 
 
 def why_unsupported(
-    owner: Any, found: Match, sites: Sequence[Site], latents: bool
+    owner: Any, found: Match, sites: Sequence[Site], latents: bool, graphed: bool
 ) -> Iterator[str]:
     """Each reason against pages that is known before layers are looked at. Raises PatchError for a
     module of latents that differs.
 
-    sites: those that would have pages, of latents or of keys and values.
+    sites: those that would have pages, of latents or of keys and values. graphed: may steps be in
+    graphs, over states of ours?
     """
     model = type(owner).__name__
     if moving := _first(sites, lambda site: site.usage and site.usage.moves):
@@ -146,7 +148,7 @@ def why_unsupported(
             'own, as in a loop; want cache="hf"'
         )
     if not latents:
-        yield from _why_no_keys(owner, found, sites)
+        yield from _why_no_keys(owner, found, sites, graphed)
         return
     others = [
         f"{site.path} ({type(site.module).__name__})"
@@ -161,7 +163,7 @@ def why_unsupported(
         check_module(site.path, site.module)
 
 
-def _why_no_keys(owner: Any, found: Match, sites: Sequence[Site]) -> Iterator[str]:
+def _why_no_keys(owner: Any, found: Match, sites: Sequence[Site], graphed: bool) -> Iterator[str]:
     model = type(owner).__name__
     if getattr(owner.config, "is_encoder_decoder", False):
         yield f"got {model}, an encoder-decoder model; want a decoder"
@@ -181,8 +183,10 @@ def _why_no_keys(owner: Any, found: Match, sites: Sequence[Site]) -> Iterator[st
             "the new ones only"
         )
         yield f'got {model}, whose {edits}; want cache="hf"'
-    if not getattr(owner, "_supports_default_dynamic_cache", lambda: True)():
-        yield f'got {model}, which takes only a cache of its own class; want cache="hf"'
+    own = own_class(owner)
+    if not (takes_any(owner) or (graphed and own)):
+        want = "steps in graphs, over states of attnops, or " if own else ""
+        yield f'got {model}, which takes only a cache of its own class; want {want}cache="hf"'
     if found.edits is not None:
         yield f"cannot say its masks to {model}: {found.edits}"
 
@@ -373,7 +377,8 @@ def probe(
     No attribute gives them for all models, nor for a model whose heads are spread over several
     GPUs. Raises InvalidInput when a layer keeps no keys and values.
     """
-    cache = DynamicCache(config=config)
+    own = own_class(owner)
+    cache = DynamicCache(config=config) if own is None else own()
     device = owner.get_input_embeddings().weight.device
     token = torch.zeros(
         (1, 1), dtype=torch.int64, device=torch.device("cpu") if device.type == "meta" else device
@@ -382,31 +387,34 @@ def probe(
     # another is pretended.
     with evaluating(owner), _PROBING, torch.compiler.set_stance("force_eager"), pretend(None):
         owner(input_ids=token, **cache_names.argument(owner, cache), use_cache=True)
-    found = []
-    for module, window in windows.items():
-        kept: Any = cache.layers[module.layer_idx]
-        key, value = getattr(kept, "keys", None), getattr(kept, "values", None)
-        if key is None or value is None or key.dim() != 4 or value.dim() != 4:
-            fail(
-                InvalidInput,
-                f"cache of layer {module.layer_idx}",
-                "no tensors",
-                "keys [B, H, S, D] and values [B, H, S, Dv]",
-            )
-        heads = key.shape[1] * int(
-            getattr(module, "num_key_value_groups", 0)
-            or max(1, config.num_attention_heads // key.shape[1])
+    keys = (_keys_of(cache, module, config, window, like) for module, window in windows.items())
+    sizes_of = _states_of if own is None else sizes_in
+    return tuple(keys), tuple(sizes_of(cache, layer) for layer in states)
+
+
+def _keys_of(cache: Any, module: Any, config: Any, window: int, like: torch.dtype) -> Problem:
+    kept: Any = cache.layers[module.layer_idx]
+    key, value = getattr(kept, "keys", None), getattr(kept, "values", None)
+    if key is None or value is None or key.dim() != 4 or value.dim() != 4:
+        fail(
+            InvalidInput,
+            f"cache of layer {module.layer_idx}",
+            "no tensors",
+            "keys [B, H, S, D] and values [B, H, S, Dv]",
         )
-        capped = bool(
-            getattr(module, "attn_logit_softcapping", None)
-            or getattr(config, "attn_logit_softcapping", None)
-        )
-        sinks = getattr(module, "sinks", None)
-        dtype = sinks.dtype if isinstance(sinks, Tensor) else None
-        seen = (window - 1 if window else -1, -1)
-        sizes = heads, key.shape[1], key.shape[3], 0, like, value.shape[3]
-        found.append(paged_layers(*sizes, window=seen, softcap=capped, sinks=dtype))
-    return tuple(found), tuple(_states_of(cache, layer) for layer in states)
+    heads = key.shape[1] * int(
+        getattr(module, "num_key_value_groups", 0)
+        or max(1, config.num_attention_heads // key.shape[1])
+    )
+    capped = bool(
+        getattr(module, "attn_logit_softcapping", None)
+        or getattr(config, "attn_logit_softcapping", None)
+    )
+    sinks = getattr(module, "sinks", None)
+    dtype = sinks.dtype if isinstance(sinks, Tensor) else None
+    seen = (window - 1 if window else -1, -1)
+    sizes = heads, key.shape[1], key.shape[3], 0, like, value.shape[3]
+    return paged_layers(*sizes, window=seen, softcap=capped, sinks=dtype)
 
 
 def _states_of(cache: DynamicCache, layer: int) -> StateSizes:

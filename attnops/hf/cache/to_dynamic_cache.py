@@ -12,7 +12,9 @@ from transformers.cache_utils import DynamicCache
 
 from attnops.hf.cache.model_pages import EMPTY
 from attnops.hf.cache.other_layers import keeps_states
+from attnops.hf.cache.own_class import empty
 from attnops.hf.cache.paged_cache import PagedModelCache
+from attnops.hf.models.states import States
 
 TOGETHER = 2**28
 """The most bytes of several layers in one tensor, so that a copy fills all of them."""
@@ -35,7 +37,7 @@ def unpaged(cache: PagedModelCache, config: Any) -> DynamicCache:
 
     config: of the text model. Raises torch.OutOfMemoryError.
     """
-    pages, made = cache.state.pages, DynamicCache(config=config)
+    pages, made = cache.state.pages, empty(cache.own, config)
     pages.use()
     length, *padding = torch.cat([pages.seen[None], pages.pad]).tolist()
     padding = [pad for pad in padding if pad < EMPTY]
@@ -57,12 +59,20 @@ def unpaged(cache: PagedModelCache, config: Any) -> DynamicCache:
         for number, keys, values in zip(numbers, *copies, strict=True):
             _fill(made.layers[layers[number]], keys, values, length, begun)
     for layer, place in cache.states.items():
-        own: Any = made.layers[layer]
-        conv, state, _ = pages.states.of(place, len(padding), keeps=False)
-        own.update_conv_state(conv)
-        if state.numel():  # not of a convolution alone, whose layer can be cropped
-            own.update_recurrent_state(state)
+        _fill_state(made, layer, pages.states.of(place, len(padding), keeps=False))
     return made
+
+
+def _fill_state(made: Any, layer: int, states: States) -> None:
+    """Give a layer of a cache copies of its states."""
+    conv, state, _ = states
+    if hasattr(made, "set_linear_cache"):
+        made.set_linear_cache(layer, state.mT.to(conv.dtype, copy=True).contiguous())
+        return
+    own = made.layers[layer]
+    own.update_conv_state(conv)
+    if state.numel():  # not of a convolution alone, whose layer can be cropped
+        own.update_recurrent_state(state)
 
 
 def _runs(

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from attnops.hf.models import lightning
+
 HANDLED = frozenset(
     (
         "attention_mask",
@@ -165,11 +167,7 @@ def _takes_bools(cls: Any) -> bool:
 def _sites(model: nn.Module, models: dict[str, PreTrainedModel]) -> Iterator[Site]:
     modules = {path: m for path, m in model.named_modules() if path not in models}
     usages = {path: usage for path, m in modules.items() if (usage := usage_of(_class(m)))}
-    named = {
-        path
-        for path, m in modules.items()
-        if isinstance(m, nn.MultiheadAttention) or "Attention" in type(m).__name__
-    }
+    named = {path for path, m in modules.items() if _is_named_so(m)}
     attend = usages.keys() | named
     for path in (path for path in modules if path in attend):
         module, usage = modules[path], usages.get(path)
@@ -185,6 +183,14 @@ def _sites(model: nn.Module, models: dict[str, PreTrainedModel]) -> Iterator[Sit
                 "attention interface"
             )
             yield site
+
+
+def _is_named_so(module: nn.Module) -> bool:
+    """Is it attention by its name? Lightning attention keeps a state, and reads no masks of
+    attention."""
+    cls = type(module)
+    named = "Attention" in cls.__name__ and not lightning.is_one(cls)
+    return named or isinstance(module, nn.MultiheadAttention)
 
 
 def _against(usage: Usage, config: Any) -> str | None:

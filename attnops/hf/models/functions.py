@@ -3,17 +3,18 @@ requests, and the numbers of a trial."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.cache_utils import Cache
 
 from attnops.core.private_torch import FakeTensor
 from attnops.core.select import active_policy
 from attnops.hf.models.chosen import Sizes, is_ours
-from attnops.hf.models.states import Kept
+from attnops.hf.models.states import Kept, OfStates
 from attnops.ops import request_starts, token_rows
 
 Function = Callable[..., Any]
@@ -21,6 +22,11 @@ Make = Callable[[Function, Any], Function]
 """Of transformers' function and of a layer's part of a step in a graph, or None outside of graphs:
 what takes the place of the function. In a graph it serves every call, and it writes the states of
 the step."""
+
+
+def cache_among(given: Iterable[Any]) -> Any:
+    """The cache among a module's arguments, or its part of a step; None without one."""
+    return next((x for x in given if isinstance(x, (Cache, OfStates))), None)
 
 
 class Texts(NamedTuple):

@@ -12,21 +12,20 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from transformers.cache_utils import Cache
 
 from attnops.core.private_torch import tracing
 from attnops.core.select import use
 from attnops.core.tracers import is_recorded
-from attnops.hf.models import convolutions, delta, scans
+from attnops.hf.models import convolutions, delta, lightning, scans
 from attnops.hf.models.chosen import Sizes, kernel_now
-from attnops.hf.models.functions import TELL_OF_TEXTS, Function, Make
+from attnops.hf.models.functions import TELL_OF_TEXTS, Function, Make, cache_among
 from attnops.hf.models.methods import is_replaced
 from attnops.hf.models.states import OfStates, StateLayer
 from attnops.hf.models.trial import Site, Trial, alone, answer, left_alone
@@ -49,26 +48,24 @@ class Family(NamedTuple):
     sizes: Callable[[Any], Sizes]
 
 
-FAMILIES = (
-    Family("gated_delta_rule", delta.OURS, delta.ATTRIBUTES, delta.sizes_of),
-    Family("mamba2_scan", scans.OURS, scans.ATTRIBUTES, scans.sizes_of),
-    Family("", {}, (), lambda module: ()),
-)
-BY_OP = {each.op: each for each in FAMILIES}
+FAMILIES = {
+    "gated_delta_rule": Family("gated_delta_rule", delta.OURS, delta.ATTRIBUTES, delta.sizes_of),
+    "mamba2_scan": Family("mamba2_scan", scans.OURS, scans.ATTRIBUTES, scans.sizes_of),
+    "": Family("", {}, (), lambda module: ()),
+    lightning.NAME: Family(lightning.OP, {}, lightning.ATTRIBUTES, lightning.sizes_of),
+}
+"""By name. That without a name has convolutions alone."""
 OURS = {**delta.OURS, **scans.OURS, **convolutions.OURS}
 _INPUTS = {name: of.inputs for of in (delta, scans, convolutions) for name in of.OURS}
-OPS = ("causal_conv1d", *(each.op for each in FAMILIES if each.op))
+OPS = ("causal_conv1d", "gated_delta_rule", "mamba2_scan")
 
 
-def _family(code: Any) -> Family:
-    """That of a module with this forward, by the functions that it calls. The last one has
-    convolutions alone."""
-    called = set(code.__code__.co_names)
-    return next(each for each in FAMILIES if not each.ours or each.ours.keys() & called)
-
-
-def _family_of(module: nn.Module) -> Family:
-    return _family(inspect.unwrap(type(module).forward))
+def _family(cls: Any) -> str:
+    """The name of that of a class of modules, by the functions that its forward calls."""
+    if lightning.is_one(cls):
+        return lightning.NAME
+    called = set(inspect.unwrap(cls.forward).__code__.co_names)
+    return next(n for n, each in FAMILIES.items() if not each.ours or each.ours.keys() & called)
 
 
 class Recurrent:
@@ -77,7 +74,7 @@ class Recurrent:
     def __init__(self, model: nn.Module) -> None:
         self.sites = tuple(sites(model))
         taken = (site.module for site in self.sites if not site.found)
-        self._swaps = [Swap(m, served, attributes={_MARK: _family_of(m).op}) for m in taken]
+        self._swaps = [Swap(m, served, attributes={_MARK: _family(type(m))}) for m in taken]
 
     def undo(self) -> None:
         """Give the modules back as they were, see `Swap.undo`."""
@@ -99,7 +96,7 @@ def _kernels(swap: Swap) -> str:
     """What runs a module now: the kernels of its ops, as `gated_delta_rule.triton`, or
     transformers; the packages that transformers calls, and what to install for faster kernels."""
     module = swap.target
-    weight = conv_of(module).weight
+    weight = weight_of(module)
     names = {
         op: kernel_now(op, weight.device, weight.dtype, sizes)
         for op, sizes in ops_of(module).items()
@@ -110,6 +107,8 @@ def _kernels(swap: Swap) -> str:
     lacks = "".join(f"; faster {op} {better}" for op, (_, better) in names.items() if better)
     if not ours:
         return f"{own}, for no kernel of attnops is chosen on {weight.device.type}{lacks}"
+    if vars(module)[_MARK] == lightning.NAME:
+        return f"{ours}, and {own} in training and in steps over other caches than pages{lacks}"
     if others:
         return f"{ours} in graphs, and {own} outside of them{lacks}"
     return f"{ours}{lacks}"
@@ -117,15 +116,17 @@ def _kernels(swap: Swap) -> str:
 
 def ops_of(module: nn.Module) -> dict[str, Sizes]:
     """The ops that move the states of a module that is taken over, with their sizes."""
-    family = BY_OP[vars(module)[_MARK]]
+    family, conv = FAMILIES[vars(module)[_MARK]], conv_of(module)
     ops: dict[str, Sizes] = {family.op: family.sizes(module)} if family.op else {}
-    return {**ops, "causal_conv1d": (("in_features", conv_of(module).weight.shape[0]),)}
+    if conv is not None:
+        ops["causal_conv1d"] = (("in_features", conv.weight.shape[0]),)
+    return ops
 
 
 def _packages(cls: Any) -> list[str]:
     """Those whose functions transformers calls for a module of this class in place of its own."""
     code: Any = inspect.unwrap(cls.forward)
-    found = {code.__globals__[name] for name in _called(code)}
+    found = [code.__globals__[name] for name in _called(cls)]
     served = [inspect.getclosurevars(f).nonlocals["implementation"] for f in found if of_package(f)]
     return sorted({each.__module__.partition(".")[0] for each in served})
 
@@ -135,33 +136,55 @@ def conv_of(module: nn.Module) -> Any:
     return next((m for m in module.children() if isinstance(m, nn.Conv1d)), None)
 
 
+def weight_of(module: Any) -> Tensor:
+    """A weight whose device and dtype are those of the tokens of a module that is taken over."""
+    conv = conv_of(module)
+    weight: Tensor = (module.norm if conv is None else conv).weight
+    return weight
+
+
 @functools.cache
 def served(cls: Any) -> type:
     """A subclass of the module `cls` with its name. Its objects can be copied and pickled."""
-    ours = rebound(cls.forward, _replacements(cls))
+    ours, whole = _ours(cls), lightning.is_one(cls)
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = _cache_in((*args, *kwargs.values()))
+        cache = cache_among((*args, *kwargs.values()))
         if isinstance(cache, OfStates):
-            run = rebound(cls.forward, _replacements(cls, cache))
-            return run(self, hidden_states, *args, **kwargs)
-        states = None if cache is None else cache.layers[self.layer_idx]
-        if isinstance(states, StateLayer):
+            return _ours(cls, cache)(self, hidden_states, *args, **kwargs)
+        states = _states_in(cache, self.layer_idx)
+        if states is not None:
             states.begin(hidden_states.shape[0])
-            if (view := states.verified(hidden_states.shape[1])) is not None:
+            if whole or states.verifies:
+                view = states.part(hidden_states.shape[1])
                 others, named = _handed(cache, view, args, kwargs)
                 out = forward(self, hidden_states, *others, **named)
                 states.end()
                 return out
         stock = not is_dynamo_compiling() and (is_recorded() or tracing())
-        stock = stock or _are_texts_moved(self, cache, hidden_states.shape[1], kwargs)
+        if not whole:
+            stock = stock or _are_texts_moved(self, cache, hidden_states.shape[1], kwargs)
         run = cls.forward if stock or getattr(self, _MARK, None) is None else ours
         out = run(self, hidden_states, *args, **kwargs)
-        if isinstance(states, StateLayer):
+        if states is not None:
             states.end()
         return out
 
     return subclass(cls, {"forward": forward}, (served, cls))
+
+
+def _states_in(cache: Any, number: int) -> StateLayer | None:
+    """Those of a layer in a cache of pages; None in another, which may have no such layer yet."""
+    layers = () if cache is None else cache.layers
+    found = layers[number] if number < len(layers) else None
+    return found if isinstance(found, StateLayer) else None
+
+
+def _ours(cls: Any, view: Any = None) -> Function:
+    """The forward of the class with the ops in place of what it computes, see `Make`."""
+    if lightning.is_one(cls):
+        return lightning.attention(cls.forward, view)
+    return rebound(cls.forward, _replacements(cls, view))
 
 
 def _are_texts_moved(module: Any, cache: Any, tokens: int, given: Mapping[str, Any]) -> bool:
@@ -171,11 +194,6 @@ def _are_texts_moved(module: Any, cache: Any, tokens: int, given: Mapping[str, A
         return False
     width = conv_of(module).kernel_size[0]
     return bool(cache.has_previous_state(module.layer_idx)) or tokens < width
-
-
-def _cache_in(given: Iterable[Any]) -> Any:
-    """The cache among a module's arguments, or its part of a step; None without one."""
-    return next((x for x in given if isinstance(x, (Cache, OfStates))), None)
 
 
 def _handed(
@@ -219,7 +237,7 @@ def _replacements(cls: Any, view: Any = None) -> dict[str, Function]:
     package that is installed keeps those that it serves."""
     code: Any = inspect.unwrap(cls.forward)
     known = code.__globals__
-    own = {name: known[name] for name in _called(code)}
+    own = {name: known[name] for name in _called(cls)}
     taken = {
         name: run if view is None and of_package(run) else OURS[name](run, view)
         for name, run in own.items()
@@ -229,9 +247,10 @@ def _replacements(cls: Any, view: Any = None) -> dict[str, Function]:
     return taken
 
 
-def _called(code: Any) -> tuple[str, ...]:
-    """The functions of OURS that a module of this forward calls, or should."""
-    return (*_family(code).ours, *convolutions.OURS)
+def _called(cls: Any) -> tuple[str, ...]:
+    """The functions of OURS that a module of this class calls, or should."""
+    name = _family(cls)
+    return () if name == lightning.NAME else (*FAMILIES[name].ours, *convolutions.OURS)
 
 
 def of_package(own: Any) -> bool:
@@ -246,16 +265,17 @@ def of_package(own: Any) -> bool:
 
 
 def sites(model: nn.Module) -> Iterator[Site[str]]:
-    """The linear attention of a model: modules whose forward calls one of these functions. Found is
-    the reason against a module, "" without one."""
+    """The linear attention of a model: modules whose forward calls one of these functions, or
+    computes lightning attention. Found is the reason against a module, "" without one."""
     for module in model.modules():
         code: Any = inspect.unwrap(type(module).forward)
-        if OURS.keys() & set(getattr(getattr(code, "__code__", None), "co_names", ())):
+        called = set(getattr(getattr(code, "__code__", None), "co_names", ()))
+        if OURS.keys() & called or lightning.is_one(type(module)):
             yield Site(module, _against(module, code))
 
 
 def modules_with_states(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
-    """Those that are taken over, by the number of their layer, and the op of each."""
+    """Those that are taken over, by the number of their layer, and the family of each."""
     marked = ((m, op) for m in model.modules() if (op := vars(m).get(_MARK)) is not None)
     return {int(getattr(m, "layer_idx", -1)): (m, op) for m, op in marked}
 
@@ -280,15 +300,27 @@ def _against(module: nn.Module, code: Any) -> str:
         return "another patch has taken them over"
     if is_replaced(module):
         return "their forward is replaced on the module itself, or compiled"
-    if not can_be_rebound(type(module).forward):
-        return f"the forward of {type(module).__name__} has decorators that are not known"
-    odd = [name for name in _family(code).attributes if not hasattr(module, name)]
-    if odd or conv_of(module) is None:
-        return f"{type(module).__name__} has no {(*odd, 'convolution')[0]}"
-    called = _called(code)
+    cls: Any = type(module)
+    if not can_be_rebound(cls.forward):
+        return f"the forward of {cls.__name__} has decorators that are not known"
+    odd = [name for name in FAMILIES[_family(cls)].attributes if not hasattr(module, name)]
+    is_lightning = lightning.is_one(cls)
+    if not is_lightning and conv_of(module) is None:
+        odd.append("convolution")
+    if odd:
+        return f"{cls.__name__} has no {odd[0]}"
+    if not is_lightning:
+        return _against_functions(cls, code)
+    like = lightning.is_like(cls, cls.forward)
+    return "" if like else f"{cls.__name__} computes something else than the op"
+
+
+def _against_functions(cls: Any, code: Any) -> str:
+    """The reason in the functions that a class calls by name."""
+    called = _called(cls)
     functions = {name: code.__globals__.get(name) for name in called}
     if not {*called} <= {*code.__code__.co_names} or not all(map(callable, functions.values())):
-        return f"{type(module).__name__} does not call all of {', '.join(called)}"
+        return f"{cls.__name__} does not call all of {', '.join(called)}"
     for name, own in functions.items():
         if not _is_like(name, own):
             return f"{name} is not transformers' own code, or computes something else than the op"

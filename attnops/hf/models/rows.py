@@ -54,19 +54,22 @@ class Rows:
 
     def notes(self) -> tuple[str, ...]:
         """Lines of a report, on the model as it is now."""
-        kept, left = Counter[str](), Counter[str]()
-        for site in sites(self._model):
-            if site.against:
-                left[site.against] += 1
-            elif is_steady(site.module):
-                kept[site.kind] += 1
-            else:
-                left["they were added after patch()"] += 1
+        kept = Counter(site.kind for site in sites(self._model) if not _why_left(site))
         counts = ", ".join(f"{n} {kind}" for kind, n in kept.items())
         head = f"under a deterministic policy rows do not follow from each other in {counts}"
         rest = "under a deterministic policy rows may follow from each other in"
-        lines = (f"{rest} {n} modules: {why}" for why, n in left.items())
+        lines = (f"{rest} {n} modules: {why}" for why, n in left_out(self._model).items())
         return (*((head,) if kept else ()), *lines)
+
+
+def left_out(model: nn.Module) -> Counter[str]:
+    """How many modules of a model are not kept apart, by the reason."""
+    return Counter(filter(None, map(_why_left, sites(model))))
+
+
+def _why_left(site: Site) -> str:
+    """Why a module is not kept apart; "" where it is."""
+    return site.against or ("" if is_steady(site.module) else "they were added after patch()")
 
 
 def sites(model: nn.Module) -> Iterator[Site]:

@@ -209,16 +209,14 @@ class OfStates:
         return recurrent_states
 
 
-class Verified(OfStates):
-    """A layer's part of a step that verifies drafts, as transformers' own code runs it.
+class PartOfRows(OfStates):
+    """A layer's part of a step of rows of equally many tokens, outside of graphs.
 
-    batch: its tokens.
+    batch: its tokens. fresh: have the rows no tokens before these?
     """
 
-    fresh = False
-
-    def __init__(self, states: States, batch: Requests) -> None:
-        self.states, self.batch = states, batch
+    def __init__(self, states: States, batch: Requests, fresh: bool) -> None:
+        self.states, self.batch, self.fresh = states, batch, fresh
 
 
 class _Alone:
@@ -307,16 +305,21 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def end(self) -> None:
         """End this layer's part of a step."""
+        self._owner.moved.add(self._number)
         self._owner.end_part(self._number)
 
-    def verified(self, tokens: int) -> Verified | None:
-        """This layer's part of a step of `tokens` tokens a row; None if it verifies no drafts."""
-        if not self._owner.verifies:
-            return None
-        states = self._owner.pages.states.of(self._place, self.rows, keeps=True)
+    @property
+    def verifies(self) -> bool:
+        """Does the step under way verify drafts?"""
+        return bool(self._owner.verifies)
+
+    def part(self, tokens: int) -> PartOfRows:
+        """This layer's part of the step under way, of `tokens` tokens a row."""
+        states = self._owner.pages.states.of(self._place, self.rows, keeps=self.verifies)
         ends = (self.rows + 1) * tokens
         starts = torch.arange(0, ends, tokens, dtype=torch.int32, device=states.conv.device)
-        return Verified(states, Requests(starts, tokens))
+        fresh = self._number not in self._owner.moved
+        return PartOfRows(states, Requests(starts, tokens), fresh)
 
     @property
     def _states(self) -> States:

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from attnops.core.select import active_policy
+from attnops.hf.models import lightning
 from attnops.hf.models.chosen import is_ours
-from attnops.hf.models.recurrent import BY_OP, conv_of, modules_with_states, ops_of
+from attnops.hf.models.recurrent import (
+    FAMILIES,
+    conv_of,
+    modules_with_states,
+    ops_of,
+    weight_of,
+)
 from attnops.hf.models.states import Memory, StateSizes
 from attnops.ops.recurrent.conv import causal_conv1d
 from attnops.ops.recurrent.kept_reference import RULE_KEEPS, SCAN_KEEPS
@@ -21,9 +28,10 @@ from attnops.ops.recurrent.scan import mamba2_scan
 NAMES: dict[str, tuple[str, ...]] = {
     "gated_delta_rule": tuple(RULE_KEEPS.values()),
     "mamba2_scan": tuple(SCAN_KEEPS.values()),
+    lightning.NAME: tuple(SCAN_KEEPS.values()),
     "": (),
 }
-"""What is kept of a token beside the input of its convolution, by op."""
+"""What is kept of a token beside the input of its convolution, by family."""
 
 
 def why_not(model: nn.Module, cache: Any) -> Iterator[str]:
@@ -33,7 +41,7 @@ def why_not(model: nn.Module, cache: Any) -> Iterator[str]:
     cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     for number, place in cache.states.items():
         module, dtype = taken[number][0], sizes.states[place].conv_dtype
-        now = cast or conv_of(module).weight.dtype
+        now = cast or weight_of(module).dtype
         if now != dtype:
             yield f"the states of the cache are {dtype}, and those of a call now {now}"
         for op, of in ops_of(module).items():
@@ -55,7 +63,7 @@ def begin(model: nn.Module, cache: Any, tokens: int, lengths: Tensor) -> bool:
         modules = [taken[number] for number in cache.states]
         memory = [_memory(*each, of) for each, of in zip(modules, sizes, strict=True)]
         before = states.written
-        states.keep([NAMES[op] for _, op in modules], memory, slots)
+        states.keep([NAMES[family] for _, family in modules], memory, slots)
         pages.stream.leave(*before)
         pages.stream.own(*states.written)
         pages.use()
@@ -63,17 +71,17 @@ def begin(model: nn.Module, cache: Any, tokens: int, lengths: Tensor) -> bool:
     return 0 < had < slots
 
 
-def _memory(module: nn.Module, op: str, sizes: StateSizes) -> Memory:
+def _memory(module: nn.Module, family: str, sizes: StateSizes) -> Memory:
     """What is kept of one token."""
     dtype = sizes.conv_dtype
     conv = torch.Size(sizes.conv[:1]), dtype
-    if not op:
+    if not family:
         return (conv,)
-    of = dict(BY_OP[op].sizes(module))
+    of = dict(FAMILIES[family].sizes(module))
     keys = torch.Size((of["kv_heads"], of["head_dim"])), dtype
     values = torch.Size((of["q_heads"], of["v_head_dim"])), dtype
     number = torch.Size((of["q_heads"],))
-    if op == "mamba2_scan":
+    if FAMILIES[family].op == "mamba2_scan":
         return conv, values, (number, dtype), keys
     return conv, keys, values, (number, torch.float32), (number, dtype)
 
@@ -87,13 +95,14 @@ def settle(model: nn.Module, cache: Any, lengths: Tensor) -> None:
     no_tokens: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 0, "padded": False}
     taken = modules_with_states(model)
     for number, place in cache.states.items():
-        module, op = taken[number]
+        module, family = taken[number]
         own: Any = states.of(place, rows, keeps=True)
-        weight = conv_of(module).weight[:, 0].to(own.conv.dtype)
-        given = own.kept.of_conv()
-        causal_conv1d(given["kept_x"][0, :0], weight, own.conv, **given, **no_tokens)
-        if op:
-            _SETTLES[op](module, own, no_tokens)
+        if (conv := conv_of(module)) is not None:
+            weight = conv.weight[:, 0].to(own.conv.dtype)
+            given = own.kept.of_conv()
+            causal_conv1d(given["kept_x"][0, :0], weight, own.conv, **given, **no_tokens)
+        if family:
+            _SETTLES[family](module, own, no_tokens)
 
 
 def _settle_rule(module: Any, own: Any, no_tokens: dict[str, Any]) -> None:
@@ -102,11 +111,23 @@ def _settle_rule(module: Any, own: Any, no_tokens: dict[str, Any]) -> None:
     gated_delta_rule(key, key, value, decay, beta, own.state, normalize=True, **given, **no_tokens)
 
 
-def _settle_scan(module: Any, own: Any, no_tokens: dict[str, Any]) -> None:
+def _settle_scan(module: Any, own: Any, more: dict[str, Any]) -> None:
+    more = {"dt_bias": module.dt_bias, "dt_softplus": True, **more}
+    _settle_rates(-module.A_log.float().exp(), own, more)
+
+
+def _settle_lightning(module: Any, own: Any, no_tokens: dict[str, Any]) -> None:
+    _settle_rates(lightning.rates(module), own, no_tokens)
+
+
+def _settle_rates(rates: Tensor, own: Any, more: dict[str, Any]) -> None:
     given = own.kept.of_op()
     x, dt, b = (given[name][0, :0] for name in NAMES["mamba2_scan"])
-    given |= {"dt_bias": module.dt_bias, "dt_softplus": True}
-    mamba2_scan(x, dt, -module.A_log.float().exp(), b, b, own.state, **given, **no_tokens)
+    mamba2_scan(x, dt, rates, b, b, own.state, **given, **more)
 
 
-_SETTLES = {"gated_delta_rule": _settle_rule, "mamba2_scan": _settle_scan}
+_SETTLES = {
+    "gated_delta_rule": _settle_rule,
+    "mamba2_scan": _settle_scan,
+    lightning.NAME: _settle_lightning,
+}

@@ -28,8 +28,7 @@ class ChainDrafts:
         pairs = waiting.pairs(texts, counts, stored, queries, late)
         token, state = self._next(*pairs)
         found = [token]
-        length = stored - waiting.base
-        for batch in waiting.pages.steps(length, drafts - 1) if drafts > 1 else ():
+        for batch in waiting.steps(stored, drafts - 1) if drafts > 1 else ():
             token, state = self._next(token, state, batch)
             found.append(token)
         return Proposal(torch.stack(found, 1))

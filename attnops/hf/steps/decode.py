@@ -9,12 +9,12 @@ they store no token, and stay unused.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakSet, ref
 
 from torch import Tensor
 
@@ -113,10 +113,10 @@ class Decoder:
         # freed for others in turn are compiled, too.
         self._taken: dict[int, Counter[Kind]] = {}
         self._state: int | None = None  # the hash of the present state
-        self._latest: weakref.ref[Over] | None = None
+        self._latest: ref[Over] | None = None
         self.last_mode = "hf"
         # Caches that stepped since the weights were looked at.
-        self._looked = weakref.WeakSet[State]()
+        self._looked = WeakSet[State]()
         self._modes: tuple[Any, ...] = ()  # the policy and autocast of the last step
         self.glance: Glance | None = None
         self.aside = self.anew = ""
@@ -125,8 +125,8 @@ class Decoder:
         self._written: set[str] = set()
         self._effects: dict[int, str] = {}
         # Caches whose last prompt or step had no graphs.
-        self._without = weakref.WeakSet[State]()
-        self._at_once, self._last_kind = False, ""  # of the last step
+        self._without = WeakSet[State]()
+        self.at_once, self._last_kind = False, ""  # of the last step
 
     @property
     def compiled(self) -> bool:
@@ -147,7 +147,7 @@ class Decoder:
         # Compiled code rounds in other places, and under such a policy bits may not follow from the
         # steps before.
         due = self._kept.reached(kind_of(rows), self.how.compile_after)
-        compiled = self._at_once or (due and not deterministic(active_policy()))
+        compiled = self.at_once or (due and not deterministic(active_policy()))
         modes = ("piecewise", "breakable") if compiled and not queries else ("breakable",)
         return next(
             (m for m in modes if self._kind(rows, m, queries) not in self.failures.lasting), "hf"
@@ -159,7 +159,7 @@ class Decoder:
     def notes(self) -> tuple[str, ...]:
         """How far steps are on their way to compiled ones, how prompts ran, the linears of compiled
         steps, and the kinds of steps without graphs, for the report."""
-        waits = self.how.mode == "auto" and not (self._at_once or deterministic(active_policy()))
+        waits = self.how.mode == "auto" and not (self.at_once or deterministic(active_policy()))
         return (
             *(self._kept.notes(self.how.compile_after) if waits else ()),
             *self.prompts.notes(),
@@ -213,7 +213,7 @@ class Decoder:
         """None: kernels of the step are still being compiled."""
         rows = asked.rows
         with self._graphs_of(state, rows, asked.queries) as found:
-            may_wait = self.how.mode == "auto" and not self._at_once
+            may_wait = self.how.mode == "auto" and not self.at_once
             state.waits = may_wait and awaits_kernels(found, rows)
             if state.waits:
                 return None
@@ -320,7 +320,7 @@ class Decoder:
         """What `Prompts.run` takes for a prompt, within a turn. None where the model's own layers
         are to run it: `prompts` has the reason."""
         cache, tokens = cache_in(given), given["input_ids"].numel()
-        recorded = self.how.mode == "auto" and (cache.latent or not self._at_once)
+        recorded = self.how.mode == "auto" and (cache.latent or not self.at_once)
         why = next(self.prompts.why_not(given, recorded), "")
         self.prompts.why = why or self._why_state(cache.state, tokens, recorded)
         steps = recorded and self._kept.await_steps(cache.state.pages, *given["input_ids"].shape)
@@ -340,24 +340,24 @@ class Decoder:
         if recorded or self.aside:
             return self.aside
         broken = cannot_compile(self.failures, self._state)
-        compiled = self.regions or self._at_once or self._kept.compiled
+        compiled = self.regions or self.at_once or self._kept.compiled
         if self.how.mode == "breakable" or broken or not compiled:
             return "steps are not compiled"
-        most = 0 if self._at_once else self.how.prompts_after
-        return self._kept.too_few(tokens, most)
+        return self._kept.too_few(tokens, 0 if self.at_once else self.how.prompts_after)
 
     def _kinds(self, pages: ModelPages) -> Kinds:
         """Recorded layers of the present state."""
         passes = passes_of(self.how, self.products)
         return Kinds(passes, self._recorded, (pages.sizes, pages.forced))
 
-    def begin(self, state: State, rows: int) -> None:
-        """Record the layers of a first step, and begin to compile their kernels. Raises as it."""
+    def begin(self, state: State, rows: int, queries: int = 0) -> None:
+        """Record the layers of a first step, and begin to compile their kernels. Raises as it.
+        queries: as `StepInputs` has it."""
         with self.turn:
             self._look(state)
             look_again()
-            if not self.aside and self._mode(rows) == "breakable":
-                self._of(state, rows).begin(rows)
+            if not self.aside and self._mode(rows, queries) == "breakable":
+                self._of(state, rows, queries).begin(rows)
 
     def _prompt_graphs(self, state: State, recorded: bool, steps: bool, fresh: bool) -> Over:
         """The graphs of chunks of prompts over these pages. steps: see `Over.steps_first`. fresh:
@@ -380,7 +380,7 @@ class Decoder:
         The cache's tokens stay. Raises as `Graphed`.
         """
         state = state_of(cache)
-        self._at_once = not cache.states  # compiled layers take none
+        self.at_once = not cache.states  # compiled layers take none
         with self.turn:
             self._look(state)
             if self.aside:
@@ -397,7 +397,7 @@ class Decoder:
         with self.turn:
             state.pages.use()
             found = self._of(state, rows, queries)
-            self._latest, self.last_mode = weakref.ref(found), found.mode
+            self._latest, self.last_mode = ref(found), found.mode
             if found.graphed.ahead is None:
                 state.pages.lengths = None
             try:
@@ -432,7 +432,7 @@ class Decoder:
         if self.look or state not in self._looked or modes != self._modes:
             self._see(modes)
             if self.look:
-                self._looked = weakref.WeakSet()
+                self._looked = WeakSet()
             self._looked.add(state)
             self.look = False
 
@@ -472,7 +472,7 @@ class Decoder:
         mode, made, pages = self._mode(rows, queries), self._kept.over, state.pages
         key = pages, of_steps(mode, queries)
         over = made.get(key)
-        waits = not self._at_once and self._kept.waits(self.how.compile_after)
+        waits = not self.at_once and self._kept.waits(self.how.compile_after)
         if mode == "piecewise" and not waits:
             self._kept.free(pages, "breakable")
         if over is None:

@@ -8,12 +8,12 @@ for the host. Of the one step too many the cache forgets its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -46,29 +46,29 @@ class Loop:
     """The loop of one model.
 
     speculate: what drafts, where a call does not say, see `patch`. pack: of a head, as `Decode` has
-    it.
+    it. anew: forgets the graphs of the model, where another head reads its states from now on.
+
+    head: the draft head that reads them.
     """
 
-    def __init__(self, speculate: Any = None, pack: bool = True) -> None:
-        self._drafts = plan_of(speculate)
-        self._packed: Packed | None = None
-        if pack and self.head is not None:
-            self._packed = pack_linears(self.head.module)
+    def __init__(
+        self, speculate: Any = None, pack: bool = True, anew: Callable[[], None] | None = None
+    ) -> None:
+        self._drafts, self._pack, self._anew = plan_of(speculate), pack, anew
+        self._packed: dict[nn.Module, Packed] = {}
+        self.head: Head | None = None if self._drafts is None else self._drafts.form.head
+        self._pack_head()
         self._idle: list[Tail | Round] = []  # the last used one last
+        self._begun: Round | None = None  # its kernels are being compiled
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
-
-    @property
-    def head(self) -> Head | None:
-        """The draft head of the model's own."""
-        return None if self._drafts is None else self._drafts.form.head
 
     def reads(self, owner: Any) -> Modules | None:
         """The modules of the model whose outputs the head reads."""
         return None if self.head is None else partial(self.head.sources, owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_idle": [], "_device": None}
+        return {**self.__dict__, "_idle": [], "_begun": None, "_device": None}
 
     @property
     def nbytes(self) -> int:
@@ -77,16 +77,31 @@ class Loop:
 
     def free(self) -> None:
         """Free the graphs, and the memory of their pool."""
+        self._begun = None
         while self._idle:
             self._idle.pop().graphs.reset()
         if self._device is not None:
             self._device.release()
 
     def undo(self) -> None:
-        """Give the weights of a head memory of their own again."""
-        if self._packed is not None:
-            self._packed.undo()
-            self._packed = None
+        """Give the weights of heads memory of their own again."""
+        for packed in self._packed.values():
+            packed.undo()
+        self._packed.clear()
+
+    def _pack_head(self) -> None:
+        if self.head is not None and self._pack:
+            module = self.head.module
+            self._packed[module] = self._packed.get(module) or pack_linears(module)
+
+    def _let_read(self, head: Head | None) -> None:
+        """Let a head read the states of the model, which graphs return for one head at a time."""
+        if head is None or head == self.head:
+            return
+        self.head = head
+        self._pack_head()
+        if self._anew is not None:
+            self._anew()
 
     def kwargs(
         self,
@@ -109,6 +124,8 @@ class Loop:
             if plan is not None:
                 _note_rounds(f"attnops drafted nothing: {why}")
             return kwargs
+        if plan is not None:
+            self._let_read(plan.form.head)
         sample, streamer = self._sample, kwargs.get("streamer")
         if plan is not None and (running := running_generation()) is not None:
             running.drafts = plan.form.depths[-1]
@@ -154,10 +171,13 @@ class Loop:
         )
 
     def _run(self, asked: Asked, decoder: Decoder, plan: Plan | None) -> Any:
-        owner, ids, processors, _, config, _, given = asked
+        owner, config, given = asked.owner, asked.config, asked.given
         read = list[Read]()
+        if plan is not None:
+            with decoder.turn:
+                self._begin(asked, decoder, plan)
         with _read_by(plan, read):
-            out = owner._prefill(ids, config, given, is_first_iteration=True)
+            out = owner._prefill(asked.input_ids, config, given, is_first_iteration=True)
         # A copy of the last logits, so that a long prompt's others are freed.
         logits = out.logits[:, -1:].clone()
         del out
@@ -166,20 +186,8 @@ class Loop:
             plan = None
             read.clear()
             _note_rounds(f"nothing was drafted: {why}")
-        choice = Choice(
-            ids.device,
-            rows=ids.shape[0],
-            # Rounded up, so that caches of like lengths share a graph.
-            room=1 << cache_in(given).max_length.bit_length(),
-            vocab=logits.shape[-1],
-            ends=sum(tokens.numel() for tokens in asked.eos),
-            sampled=bool(config.do_sample),
-            processors=fields(processors, ids.device),
-            flags=(*flags(), *addresses(None if plan is None else plan.form.head, owner)),
-            drafts=None if plan is None else plan.form,
-        )
         with decoder.turn:
-            tail = self._taken(choice, asked, decoder)
+            tail = self._taken(_choice(asked, plan, logits.shape[-1]), asked, decoder)
         try:
             _note(tail.graphs.reason)
             with owner._optimize_model_for_decode():
@@ -193,11 +201,25 @@ class Loop:
             with decoder.turn:
                 self._put_back(tail)
 
+    def _begin(self, asked: Asked, decoder: Decoder, plan: Plan) -> None:
+        """Have the kernels of the first rounds begin to be compiled before the prompt runs."""
+        if any(isinstance(tail, Round) and tail.form == plan.form for tail in self._idle):
+            return
+        cache, embed = cache_in(asked.given), asked.owner.get_input_embeddings()
+        with suppress(Exception):  # the rounds raise it
+            made = _round(_choice(asked, plan, embed.weight.shape[0]), asked, decoder)
+            made.begin_kernels()
+            self._begun = made
+            # Not of layers with states, which get room for what is kept behind the prompt.
+            for queries in () if cache.states else plan.form.verified:
+                decoder.begin(cache.state, asked.input_ids.shape[0], queries)
+
     def _taken(self, choice: Choice, asked: Asked, decoder: Decoder) -> Tail | Round:
         """A tail of this choice, which no other call has meanwhile.
 
         A model that has moved has left those on its old device.
         """
+        begun, self._begun = self._begun, None
         if choice.device != self._place:
             self.free()
             self._place, self._device = choice.device, None
@@ -210,8 +232,9 @@ class Loop:
         if tail is None and choice.drafts is None:
             tail = Tail(choice, asked.processors)
         elif tail is None:
-            embed, passes = asked.owner.get_input_embeddings(), passes_of(decoder.how, {})
-            tail = Round(choice, asked.processors, embed, passes)
+            if begun is None or begun.choice != choice:
+                begun = _round(choice, asked, decoder)
+            tail = begun
         self._device = self._device or decoder.how.graphs or CudaGraphs(choice.device)
         tail.capture(self._device)
         if why := tail.graphs.reason:
@@ -229,6 +252,27 @@ class Loop:
             len(self._idle) > _MOST and self.nbytes > _MOST_BYTES
         ):
             self._idle.pop(0).graphs.reset()
+
+
+def _choice(asked: Asked, plan: Plan | None, vocab: int) -> Choice:
+    """vocab: the logits of a token."""
+    device = asked.input_ids.device
+    return Choice(
+        device,
+        rows=asked.input_ids.shape[0],
+        # Rounded up, so that caches of like lengths share a graph.
+        room=1 << cache_in(asked.given).max_length.bit_length(),
+        vocab=vocab,
+        ends=sum(tokens.numel() for tokens in asked.eos),
+        sampled=bool(asked.config.do_sample),
+        processors=fields(asked.processors, device),
+        flags=(*flags(), *addresses(None if plan is None else plan.form.head, asked.owner)),
+        drafts=None if plan is None else plan.form,
+    )
+
+
+def _round(choice: Choice, asked: Asked, decoder: Decoder) -> Round:
+    return Round(choice, asked.processors, asked.owner, passes_of(decoder.how, {}))
 
 
 def _decoded(asked: Asked, decoder: Decoder, tail: Tail, logits: Tensor) -> Any:

@@ -11,7 +11,9 @@ from attnops.cache.batch import PagedBatch
 from attnops.core.problem import Problem
 from attnops.hf.steps.chain import ChainDrafts
 from attnops.hf.steps.graphed_steps import Passes
-from attnops.hf.steps.heads import Around, Call, Drafts, Steps
+from attnops.hf.steps.head_calls import Call
+from attnops.hf.steps.heads import Around, Drafts, Steps, layers_of, weights_of, why_not
+from attnops.hf.steps.round_kinds import TOKEN
 from attnops.hf.steps.tree import TreeDrafts
 from attnops.hf.steps.waiting import Room
 from attnops.nn import DraftTree, Eagle3Head
@@ -33,6 +35,10 @@ class Eagle:
         return 5 if self.tree is None else self.tree.nodes - 1
 
     @property
+    def levels(self) -> int:
+        return 0 if self.tree is None else self.tree.depth
+
+    @property
     def width(self) -> int:
         return self.module.fc.in_features
 
@@ -46,36 +52,23 @@ class Eagle:
         return self.module.states or (2, layers // 2, layers - 3)
 
     def sources(self, owner: Any) -> tuple[nn.Module, ...]:
-        layers = owner.get_decoder().layers
-        numbers = self.states_of(len(layers))
-        return tuple(layers[n - 1] if n else owner.get_input_embeddings() for n in numbers)
+        return layers_of(owner, self._states(owner))
 
     def against(self, owner: Any) -> str:
-        embed = owner.get_input_embeddings().weight
-        layers = owner.config.get_text_config().num_hidden_layers
-        head, width = self.module, embed.shape[1]
-        weight, model = head.fc.weight, type(owner).__name__
-        if head.vocab_size != embed.shape[0]:
-            return f"it has {head.vocab_size} words and {model} has {embed.shape[0]}; want as many"
-        if head.target_hidden_size != width:
-            got = f"it reads states of {head.target_hidden_size} numbers"
-            return f"{got}, and those of {model} have {width}"
+        head, width = self.module, owner.get_input_embeddings().weight.shape[1]
+        states = self._states(owner)
+        if why := why_not(head, owner, head.vocab_size, head.target_hidden_size, states):
+            return why
         if head.embed_tokens is None and head.hidden_size != width:
-            want = f"{head.hidden_size} numbers"
+            want, model = f"{head.hidden_size} numbers", type(owner).__name__
             return f"it has no embeddings, and wants {want} of a token where {model} has {width}"
-        if not isinstance(getattr(owner.get_decoder(), "layers", None), nn.ModuleList):
-            got = "it reads states of decoder layers"
-            return f"{got}, and {model} has no list of them named layers"
-        if (weight.device, weight.dtype) != (embed.device, embed.dtype):
-            ours, theirs = (f"{t.dtype} on {t.device}" for t in (weight, embed))
-            return f"it is {ours}, and {model} {theirs}; want the same"
-        numbers = self.states_of(layers)
-        if not all(0 <= number < layers for number in numbers):
-            return f"it reads the states {numbers}, and {model} has {layers} layers"
         words = head.draft_vocab_size
         if self.tree is not None and self.tree.top_k > words:
             return f"its trees take the {self.tree.top_k} likeliest of {words} words; want no more"
         return ""
+
+    def _states(self, owner: Any) -> tuple[int, ...]:
+        return self.states_of(owner.config.get_text_config().num_hidden_layers)
 
     def arguments(
         self, tokens: Tensor, states: Tensor, batch: PagedBatch, rows: Tensor | None, around: Around
@@ -89,7 +82,14 @@ class Eagle:
     def to_target(self, words: Tensor) -> Tensor:
         return self.module.to_target(words)
 
-    def drafts(self, embed: nn.Module, passes: Passes, room: Room) -> Drafts:
+    def weights(self, owner: Any) -> float:
+        if self.tree is None:
+            return self.num_drafts * weights_of(self.module)
+        level = 1 + TOKEN * (self.tree.top_k - 1)
+        return self.tree.depth * level * weights_of(self.module)
+
+    def drafts(self, owner: Any, passes: Passes, room: Room) -> Drafts:
+        embed = owner.get_input_embeddings()
         if self.tree is None:
             return ChainDrafts(Steps(self, embed, passes, room))
         # What it follows is in its pages behind the text.

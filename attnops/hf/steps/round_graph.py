@@ -4,13 +4,15 @@ as one captured graph for each number of tokens."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from attnops.cache.paged import ordinary
+from attnops.core.precompile import ahead
 from attnops.core.record import need
 from attnops.graphs.cuda_graphs import Device
 from attnops.graphs.streams import LastStream
@@ -19,63 +21,14 @@ from attnops.hf.steps.calls import StepInputs
 from attnops.hf.steps.choice_graphs import ChoiceGraphs
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.graphed_steps import Passes
-from attnops.hf.steps.heads import Drafts, Head
+from attnops.hf.steps.heads import Drafts
 from attnops.hf.steps.hidden import Outputs, Read
 from attnops.hf.steps.paths import Paths
+from attnops.hf.steps.round_kinds import PROBE, Form, Kind, News, Way
 from attnops.hf.steps.sampler_graph import Choice, Held, drawn, follow, ours_of
 from attnops.hf.steps.waiting import Room
 from attnops.nn import Draft, DraftState, Proposal
 from attnops.ops import advance_rows, lookup_drafts, next_inputs
-
-
-class Form(NamedTuple):
-    """What graphs of rounds are made for.
-
-    drafts: tokens that are drafted at most. max_ngram: of the longest text that is looked up in the
-    row's own; 0: others draft. head: a draft head that does. levels: tokens behind each other in
-    the trees that may be drafted; 0: none is. A head drafts trees alone then.
-    """
-
-    drafts: int = 7
-    max_ngram: int = 3
-    head: Head | None = None
-    levels: int = 0
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        """Tokens of a row that a round may verify. The first is known. The others are no drafts,
-        half of them, or all; of trees alone all."""
-        half = 1 + self.drafts if self.head and self.levels else 1 + (self.drafts + 1) // 2
-        return tuple(sorted({1, half, 1 + self.drafts}))
-
-
-PROBE = 32
-"""Rounds without drafts before another one tries them. One that tries takes 1.1 to 2 steps, or 4
-for the largest trees of 8 rows, so that trying costs 1 to 9%."""
-
-Way = Literal["", "drafts", "waits", "late"]
-"""What a head does in a choice: it drafts, lets states wait, or drafts after states have waited."""
-
-
-class Kind(NamedTuple):
-    """A choice that has a graph of its own. queries: tokens of a row. way: of a head; "" without
-    one."""
-
-    queries: int
-    way: Way
-
-
-class News(NamedTuple):
-    """Of a round, on the host.
-
-    counts: the tokens that each row got. tokens: those tokens, by row.
-    offered: the most tokens that were drafted for a row next. done: is every row finished?
-    """
-
-    counts: list[int]
-    tokens: list[list[int]]
-    offered: int
-    done: bool
 
 
 class Round:
@@ -98,10 +51,10 @@ class Round:
         self,
         choice: Choice,
         processors: Sequence[Callable[..., Any]],
-        embed: nn.Module,
+        owner: Any,
         passes: Passes = (),
     ) -> None:
-        """embed: the embeddings of the model. passes: over the recorded layers of a head."""
+        """owner: the model. passes: over the recorded layers of a head."""
         self.choice, self.form = choice, choice.drafts or Form()
         rows, most, device = choice.rows, self.form.depths[-1], choice.device
         self._far = device.type == "cuda"
@@ -128,7 +81,7 @@ class Round:
             self._head: Drafts | None = None
             if (head := self.form.head) is not None:
                 room = Room(rows, choice.room, most, PROBE)
-                self._head = head.drafts(embed, passes, room)
+                self._head = head.drafts(owner, passes, room)
             self._host = torch.zeros(len(self._news), dtype=torch.int64, pin_memory=self._far)
         self.paths = Paths(rows, most, device) if self.form.levels else None
         self._stream = LastStream(device, self._tensors())
@@ -136,7 +89,7 @@ class Round:
         self.graphs = ChoiceGraphs()
         self.tree = False
         self._device: Device | None = None
-        self._queries, self._waits = 1, False
+        self._queries, self._waited = 1, 0
         self._chained = False  # do states of the model follow one chain?
         self._missed = 0
 
@@ -161,12 +114,19 @@ class Round:
         """Capture the graphs, before `begin`."""
         self._stream.use()
         self._device = device
+        self.graphs.capture(device, self._kinds(), self._clear, self._choose)
+
+    def begin_kernels(self) -> None:
+        """Have the kernels of its graphs begin to be compiled."""
+        with suppress(Exception), ahead():  # the capture raises it
+            for kind in self._kinds():
+                self._choose(kind)
+
+    def _kinds(self) -> list[Kind]:
         depths = self.form.depths[::-1]
         ways: tuple[Way, ...] = ("",) if self._head is None else ("drafts", "waits")
         kinds = [Kind(n, way) for n in depths for way in ways]
-        if self._head is not None:
-            kinds.append(Kind(1, "late"))
-        self.graphs.capture(device, kinds, self._clear, self._choose)
+        return kinds if self._head is None else [*kinds, Kind(1, "late"), Kind(1, "reads")]
 
     def _clear(self) -> None:
         for each in self._tensors():
@@ -200,7 +160,7 @@ class Round:
             self._pad.copy_(asked.config._pad_token_tensor)
         for ours, theirs in zip(self._processors, asked.processors, strict=True):
             follow(ours, theirs)
-        self._waits, self.tree = False, self._head is not None and self.form.levels > 0
+        self._waited, self.tree = 0, self._head is not None and self.form.levels > 0
         if self.paths is not None:
             self.paths.take(None)
         if self._head is not None:
@@ -228,7 +188,7 @@ class Round:
         if self._noise is not None:
             self._noise[: rows * queries].exponential_()
         way = self._way(drafts)
-        self._waits = way == "waits"
+        self._waited = self._waited + 1 if way == "waits" else 0
         self.graphs.run(Kind(queries, way), self._choose)
         if self.paths is not None and self.tree and queries > 1:
             self.paths.run(queries, self._move)
@@ -238,8 +198,8 @@ class Round:
         if self._head is None:
             return ""
         if not drafts:
-            return "waits"
-        return "late" if self._waits else "drafts"
+            return "waits" if self._waited < PROBE - 1 else "reads"
+        return "late" if self._waited else "drafts"
 
     def send(self, draft: Draft | None) -> None:
         """Send the news of the choice to the host. draft: proposes tokens that are not looked up;
@@ -315,11 +275,7 @@ class Round:
         or nothing does. counts: int64 `[B]`, the tokens that each row has got."""
         drafts, max_ngram = self.form[:2]
         if self._head is not None:
-            head, queries = self._head, self._read(kind.queries)
-            if kind.way != "waits":
-                late = kind.way == "late"
-                return head.propose(self.tokens, counts, self.stored, queries, late)
-            head.waiting.wait(queries, counts, self.stored)
+            return self._of_head(self._head, kind, counts)
         if max_ngram:
             drafted, _ = lookup_drafts(
                 self.tokens, self.seq_lens, max_ngram=max_ngram, num_drafts=drafts
@@ -327,13 +283,25 @@ class Round:
             return Proposal(drafted)
         return Proposal(self.tokens[:, :0])
 
-    def _read(self, queries: int) -> int:
+    def _read(self, head: Drafts, queries: int) -> int:
         """The states of each row that the head may have to read of a step of so many tokens."""
-        if self._head is None or queries == 1 or not self.form.levels:
+        if queries == 1 or not self.form.levels:
             return queries
         path = self._path(queries)[:, : self.form.levels + 1]
-        self._head.waiting.follow(path)
+        head.waiting.follow(path)
         return path.shape[1]
+
+    def _of_head(self, head: Drafts, kind: Kind, counts: Tensor) -> Proposal:
+        """As `_drafted`."""
+        queries, late = self._read(head, kind.queries), kind.way == "late"
+        if kind.way in ("drafts", "late"):
+            return head.propose(self.tokens, counts, self.stored, queries, late)
+        if kind.way == "waits":
+            head.waiting.wait(queries, counts, self.stored)
+        else:
+            pairs = head.waiting.pairs(self.tokens, counts, self.stored, queries, late=True)
+            head.read(pairs.tokens, pairs.states, pairs.batch)
+        return Proposal(self.tokens[:, :0])
 
     def _chosen(self, queries: int) -> Tensor:
         """int64 `[B, N]`: the token that the model chooses after each token of the input."""

@@ -25,17 +25,20 @@ from attnops.hf.cache.names import cache_in, named
 from attnops.hf.generation import running_generation
 from attnops.hf.models import take_back
 from attnops.hf.models.rotations import follow_length
+from attnops.hf.steps import apart
 from attnops.hf.steps.calls import plain_verify
 from attnops.hf.steps.decode import Decoder
 from attnops.hf.steps.eligibility import Asked
 from attnops.hf.steps.heads import Head
 from attnops.hf.steps.hidden import Outputs, Read
-from attnops.hf.steps.round_graph import PROBE, News, Round
-from attnops.hf.steps.speculate import TOKEN, Plan
+from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.round_kinds import PROBE, PROBE_MOST, TOKEN, News
+from attnops.hf.steps.speculate import Plan
 from attnops.nn import Draft
 
 _FIRST, _KEPT = 0.7, 0.8
-"""How often a draft is right, before any was tried, and the weight of the rounds before in that."""
+"""How often a draft is right, before any was tried, and the most weight of the rounds before in
+that. The first ones weigh more, also those after a time without drafts."""
 
 _TREE, _NODE = 0.12, 0.006
 """What a tree adds, and in it each draft of any row: steps of 2 to 256 tokens of Llama-3-8B's shape
@@ -53,6 +56,8 @@ def why_no_rounds(
     yield from _why_steps(asked, decoder)
     yield from _why_rows(asked, kept)
     cache, before = cache_in(asked.given), asked.columns - asked.input_ids.shape[1]
+    if deterministic(active_policy()):
+        yield from apart.why_not(asked.owner, decoder, cache, plan.form.levels > 0)
     if before + asked.max_length - 1 + plan.form.depths[-1] > cache.max_length:
         yield "the cache has no room for drafts behind the text"
     if any(cache.state.pages.windows) and plan.form.depths[-1] > cache.state.pages.sizes.drafts:
@@ -85,8 +90,6 @@ def _why_steps(asked: Asked, decoder: Decoder) -> Iterator[str]:
     cache = cache_in(asked.given)
     if decoder.how.mode != "auto":
         yield f"decode={decoder.how.mode!r}, and drafts are for 'auto'"
-    if deterministic(active_policy()):
-        yield "under a deterministic policy steps of other sizes may choose other bits"
     if cache.state.pages.plans() is not None:
         yield "the kernel needs a plan of the host, which steps with drafts do not have"
     if cache.states:
@@ -114,21 +117,24 @@ class Depth:
 
     def __init__(self, depths: tuple[int, ...], rows: int, cost: float = 0.0) -> None:
         self.depths, self._rows, self._cost = depths, rows, cost
-        self.accepted, self._idle = _FIRST, 0
-        self.tokens = inf
+        self.accepted, self.tokens = _FIRST, inf
+        self._noted = 0  # rounds with drafts, since the start or since others had none
+        self._idle, self._most_idle = 0, PROBE
 
     def note(self, queries: int, news: News, tree: bool = False) -> None:
         """Take a round of so many tokens a row into account. tree: were they one?"""
         live = [n for n in news.counts if n]
         if queries == 1 or not live:
             return
+        kept = min(_KEPT, (1 + self._noted) / (2 + self._noted))
+        self._noted += 1
         if tree:
             got = sum(live) / len(live)
-            self.tokens = got if self.tokens == inf else _KEPT * self.tokens + (1 - _KEPT) * got
+            self.tokens = got if self.tokens == inf else kept * self.tokens + (1 - kept) * got
             return
         right = sum(live) - len(live)
         tried = sum(min(n, queries - 1) for n in live)
-        self.accepted = _KEPT * self.accepted + (1 - _KEPT) * right / tried
+        self.accepted = kept * self.accepted + (1 - kept) * right / tried
 
     def next(self, offered: int, tree: bool = False) -> int:
         """Of the next round, where so many tokens are drafted at most. A tree is verified whole or
@@ -138,10 +144,14 @@ class Depth:
         depths = (1, self.depths[-1]) if tree else self.depths
         best = max(depths, key=partial(self._worth, tree))
         if best > 1:
-            self._idle = 0
+            self._idle, self._most_idle = 0, PROBE
             return best
         self._idle += 1
-        return self.depths[-1] if self._idle % PROBE == 0 else 1
+        if self._idle < self._most_idle:
+            return 1
+        self._idle, self._most_idle = 0, min(2 * self._most_idle, PROBE_MOST)
+        self._noted = 0
+        return self.depths[-1]
 
     def _worth(self, tree: bool, queries: int) -> float:
         """Tokens of a row in the time of a step of one token."""

@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     processors: for each the type, its fields, sorted by name, and its code; `Number` in the place
         of a number that tensors hold.
     flags: of torch.
-    drafts: how rounds draft, see `round_graph.Form`; None: a token at a time.
+    drafts: how rounds draft, see `round_kinds.Form`; None: a token at a time.
     """
 
     device: torch.device

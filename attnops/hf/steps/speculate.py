@@ -17,24 +17,25 @@ from attnops.core.errors import InvalidInput, PatchError, fail, one_line
 from attnops.core.record import need
 from attnops.hf.cache.page_sizes import DRAFTS
 from attnops.hf.steps.assistant import Assistant
+from attnops.hf.steps.dflash import DFlash
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.eligibility import Asked
+from attnops.hf.steps.heads import Head, weights_of
+from attnops.hf.steps.mtp import OPTION as MTP, Mtp, lend, loaded
 from attnops.hf.steps.reasons import REPLACED
-from attnops.hf.steps.round_graph import Form
-from attnops.nn import Draft, DraftTree, Eagle3Head
+from attnops.hf.steps.round_kinds import Form
+from attnops.nn import DFlashHead, Draft, DraftTree, Eagle3Head, MTPLayer
+from attnops.nn.heads import config_of
 from attnops.ops.speculation.record import LONGEST
 
-LOOKUP, ASSISTANT = "prompt_lookup_num_tokens", "assistant_model"
+LOOKUP, ASSISTANT, USE_MTP = "prompt_lookup_num_tokens", "assistant_model", "use_mtp"
 """transformers' arguments of `generate()`."""
 
-Speculate = Literal["lookup"] | str | PathLike[str] | nn.Module | DraftTree | Draft | None
-"""The option of `patch`. Another text than "lookup" is the folder of a draft head's checkpoint."""
+Speculate = Literal["lookup", "mtp"] | str | PathLike[str] | nn.Module | DraftTree | Draft | None
+"""The option of `patch`. Another text than these is the folder of a draft head's checkpoint."""
 
 MOST_DRAFTS = 63
 """Tokens that an object may draft for a row."""
-
-TOKEN = 0.02
-"""What one more token of a row adds to the time of a step, as a part of it."""
 
 _NGRAM = "max_matching_ngram_size"
 
@@ -53,16 +54,14 @@ class Plan(NamedTuple):
     def cost(self, owner: Any) -> float:
         """The time of the drafts of a round, as a part of that of a step of the model, by the
         weights that both read. 0.0 for lookups, and for an object, whose time is not known."""
-        head = self.form.head
-        if head is None and self.assistant is None:
+        if self.form.head is not None:
+            read = self.form.head.weights(owner)
+        elif self.assistant is not None:
+            # It steps over its last token, too.
+            read = (1 + self.form.drafts) * weights_of(self.assistant)
+        else:
             return 0.0
-        model = self.assistant if head is None else head.module
-        tree = head.tree if isinstance(head, Eagle) else None
-        if tree is not None:
-            steps = tree.depth * (1 + TOKEN * (tree.top_k - 1))
-        else:  # an assistant steps over its last token, too
-            steps = self.form.drafts + (self.assistant is not None)
-        return steps * _numbers(model) / max(1, _numbers(owner))
+        return read / max(1, weights_of(owner))
 
     @contextmanager
     def drafts(self, asked: Asked) -> Iterator[Draft | None]:
@@ -76,12 +75,6 @@ class Plan(NamedTuple):
             yield found
         finally:
             found.end()
-
-
-def _numbers(model: nn.Module) -> int:
-    """Of the weights of its linears, as far as they are modules: a step reads few rows of
-    embeddings, and of experts."""
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
 
 LOOKS_UP = Plan(Form())
@@ -115,12 +108,17 @@ def resolved(speculate: Any, owner: Any) -> Any:
     """
     if speculate is None or (isinstance(speculate, str) and speculate == "lookup"):
         return speculate
-    if isinstance(speculate, (str, PathLike)) and Path(speculate).is_dir():
+    if isinstance(speculate, str) and speculate == MTP:
+        speculate = loaded(owner, _held_by(owner))
+    elif isinstance(speculate, (str, PathLike)) and Path(speculate).is_dir():
         speculate = _head_in(str(speculate), owner)
     if isinstance(speculate, DraftTree) and not isinstance(speculate.head, nn.Module):
         speculate = replace(speculate, head=_head_in(str(speculate.head), owner))
-    want = "None, 'lookup', the folder of a draft head, an attnops.nn.Eagle3Head or DraftTree, a "
-    want += "transformers model that drafts, or an object with propose(state)"
+    want = (
+        "None, 'lookup', 'mtp', the folder of a draft head, an attnops.nn.Eagle3Head, DraftTree, "
+    )
+    want += "DFlashHead or MTPLayer, a transformers model that drafts, or an object with "
+    want += "propose(state)"
     known = isinstance(speculate, (nn.Module, DraftTree)) or hasattr(speculate, "propose")
     need(known, "speculate", repr(speculate), want)
     most = _num_drafts(speculate)
@@ -128,33 +126,45 @@ def resolved(speculate: Any, owner: Any) -> Any:
     whole = isinstance(most, int) and 1 <= most <= MOST_DRAFTS
     need(whole, "speculate.num_drafts", repr(most), want)
     why = ""
-    if (head := _eagle(speculate)) is not None:
+    if (head := _head_of(speculate)) is not None:
         why = head.against(owner)
     elif not hasattr(speculate, "propose"):
         why = _other_words(owner, speculate)
     if why:
         fail(PatchError, f"patch: got speculate={type(speculate).__name__}; {why}")
+    if isinstance(speculate, MTPLayer):
+        lend(speculate, owner)
     return speculate
 
 
-def _eagle(speculate: Any) -> Eagle | None:
-    """The EAGLE-3 head that drafts; None: another kind does."""
+def _head_of(speculate: Any) -> Head | None:
+    """None where it is no draft head."""
     if isinstance(speculate, DraftTree):
         module: Any = speculate.head
         return Eagle(module, speculate)
-    return Eagle(speculate) if isinstance(speculate, Eagle3Head) else None
+    if isinstance(speculate, Eagle3Head):
+        return Eagle(speculate)
+    if isinstance(speculate, DFlashHead):
+        return DFlash(speculate)
+    return Mtp(speculate) if isinstance(speculate, MTPLayer) else None
 
 
-def _head_in(folder: str, owner: Any) -> Eagle3Head:
-    """The head of a checkpoint; that of a patched model, where it came from this folder."""
+def _held_by(owner: Any) -> Any:
+    """The option with which the model is patched; None where it is not."""
     handle = vars(owner).get(MARK)
-    held: Any = None if handle is None else handle.decode.speculate
+    return None if handle is None else handle.decode.speculate
+
+
+def _head_in(folder: str, owner: Any) -> Any:
+    """The head of a checkpoint; that of a patched model, where it came from this folder."""
+    held = _held_by(owner)
     if isinstance(held, DraftTree):
         held = held.head
-    if isinstance(held, Eagle3Head) and held.folder == folder:
+    if isinstance(held, (Eagle3Head, DFlashHead)) and held.folder == folder:
         return held
     try:
-        return Eagle3Head.from_folder(folder, owner.get_input_embeddings())
+        kind = DFlashHead if "dflash_config" in config_of(folder) else Eagle3Head
+        return kind.from_folder(folder, owner.get_input_embeddings())
     except InvalidInput as error:
         raise PatchError(f"patch: got speculate={folder!r}; {one_line(error)}") from None
 
@@ -165,9 +175,8 @@ def plan_of(speculate: Any) -> Plan | None:
         return None
     if isinstance(speculate, str):
         return LOOKS_UP
-    if (head := _eagle(speculate)) is not None:
-        levels = 0 if head.tree is None else head.tree.depth
-        return Plan(Form(head.num_drafts, 0, head, levels))
+    if (head := _head_of(speculate)) is not None:
+        return Plan(Form(head.num_drafts, 0, head, head.levels))
     if hasattr(speculate, "propose"):
         most = _num_drafts(speculate)
         return Plan(Form(most, 0, levels=most), speculate)
@@ -213,12 +222,13 @@ def drafting(
     owner: Any, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan | None
 ) -> Drafting:
     """What drafts for a call. plan: of the model's option."""
-    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    configs = config, getattr(owner, "generation_config", None)
+    configs = _configs_of(owner, args, kwargs)
     looked_up = _asked(LOOKUP, kwargs, configs)
-    assistant = kwargs.get(ASSISTANT)
-    if looked_up and assistant is not None:
-        return Drafting(kwargs, None)  # transformers refuses both
+    assistant, ahead = kwargs.get(ASSISTANT), _asked(USE_MTP, kwargs, configs)
+    if bool(looked_up) + bool(ahead) + (assistant is not None) > 1:
+        return Drafting(kwargs, None)  # transformers refuses some, and chooses of the others
+    if ahead:
+        return _by_layer(owner, kwargs)
     if looked_up:
         ngram = min(_asked(_NGRAM, kwargs, configs) or 2, LONGEST)
         return _without(kwargs, Plan(Form(_most(looked_up), ngram)))
@@ -233,8 +243,32 @@ def drafting(
     return _without(kwargs, Plan(form, assistant=assistant))
 
 
+def _by_layer(owner: Any, kwargs: dict[str, Any]) -> Drafting:
+    """By the MTP layer of the model's checkpoint."""
+    try:
+        head = Mtp(vars(owner)[MARK]._layer_ahead())
+    except PatchError as error:
+        return Drafting(kwargs, None, f"transformers' own loop drafts: {one_line(error)}")
+    return _without({**kwargs, USE_MTP: False}, Plan(Form(head.num_drafts, 0, head)))
+
+
 def _without(kwargs: dict[str, Any], plan: Plan) -> Drafting:
     return Drafting({**kwargs, LOOKUP: False, ASSISTANT: None}, plan)
+
+
+def reads_states(
+    head: Head | None, generation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """May a head read the states of a call's prompt? head: the one that reads those of the
+    model."""
+    configs = _configs_of(generation.owner, args, kwargs)
+    return head is not None or bool(_asked(USE_MTP, kwargs, configs))
+
+
+def _configs_of(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Generation configs of a call, the first one that counts first."""
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    return config, getattr(owner, "generation_config", None)
 
 
 def _most(tokens: int) -> int:

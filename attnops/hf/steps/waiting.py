@@ -168,3 +168,12 @@ class Waiting:
         batch = described(self.pages, self._held, None, new, self._heads)
         self._held.copy_(length)
         return Pairs(tokens.flatten(), states, batch, last)
+
+    def steps(self, stored: Tensor, count: int) -> tuple[PagedBatch, ...]:
+        """The batches of the next steps of one token a row, behind what the head has read. stored:
+        as in `wait`."""
+        before = stored - self.base
+        if self.pages.plan_of is None:
+            return self.pages.steps(before, count)
+        each = (before + n for n in range(count))
+        return tuple(described(self.pages, at, None, 1, self._heads) for at in each)

@@ -156,11 +156,24 @@ def _requests(call: Any) -> Iterator[tuple[Rows, Any]]:
 
 
 def _own_pages(call: Any, b: int) -> dict[str, Tensor]:
-    """The request's row of the page table, so that no page past the request's end is gathered."""
-    if "page_table" not in call.spec.names:
+    """The request's row of the page table, so that no page past the request's end is gathered.
+
+    Where it can, the row names tokens and not pages, so that sums end with the request's keys: the
+    size of pages does not matter then.
+    """
+    spec = call.spec
+    pools = {a.name: getattr(call, a.name) for a in spec.args if a.holds == "pages"}
+    if not pools or "page_table" not in spec.names:
         return {}
-    page = (call.k_pages if hasattr(call, "k_pages") else call.latent_pages).shape[1]
-    return {"page_table": call.page_table[b : b + 1, : max(-(-int(call.seq_lens[b]) // page), 1)]}
+    length, page = max(int(call.seq_lens[b]), 1), next(iter(pools.values())).shape[1]
+    table = call.page_table[b : b + 1, : -(-length // page)]
+    # What is written must be the pages themselves, and no copy.
+    copied = any(x.stride(0) != page * x.stride(1) for n, x in pools.items() if spec[n].written)
+    if copied or call.holes or getattr(call, "mask", None) is not None:
+        return {"page_table": table}
+    slots = (table[:, :, None] * page + torch.arange(page, dtype=table.dtype)).flatten(1)
+    tokens = {name: x.flatten(0, 1).unsqueeze(1) for name, x in pools.items()}
+    return {"page_table": slots[:, :length], **tokens}
 
 
 def _in_range(call: Any) -> Any:

@@ -158,7 +158,10 @@ for _table, _inline in ((CALLED, None), (INLINE, Inline()), (BY_HOST, None)):
                 kv_dtypes=_kv_dtypes,
                 cost_us=_fused_us if _inline else products_us if _multiplies else written_us,
                 capture=Capture.NEVER if _table is BY_HOST else Capture.WHOLE,
-                invariant=Invariant((device("cpu"),) if _multiplies else ()),
+                invariant=Invariant(
+                    (device("cpu"),) if _multiplies else (),
+                    any_page=_op in ("paged_attention", "mla_attention", "decode_attention"),
+                ),
                 judge=not _inline,  # a kernel that the compiler fuses in place is like any other
                 inline=_inline,
                 about="plain torch, float32 accumulation",

@@ -103,7 +103,7 @@ def own(
             (arch_from(80), *needs),
             (PACKAGE,),
             cost_us=cost_us,
-            invariant=Invariant(),
+            invariant=Invariant(any_page=True),
             ahead=run.ahead if isinstance(run, Launched) else None,
             again=again,
             about=about,
@@ -224,9 +224,8 @@ register(
         (PACKAGE,),
         cost_us=Roofline(6.0, 1.05, 0.45, 0.013, 256),
         workspace_bytes=lambda problem: memory.total(0),
-        invariant=Invariant(
-            cost_us=Roofline(6.0, 1.05, 0.45, 0.013, 512)
-        ),  # keys of a split of a fixed size
+        # Keys of a split of a fixed size.
+        invariant=Invariant(cost_us=Roofline(6.0, 1.05, 0.45, 0.013, 512), any_page=True),
         ahead=_decode.ahead,
         about="attnops' own, all in one launch",
     )

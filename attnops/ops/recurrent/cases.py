@@ -144,6 +144,14 @@ SCANS: Rows = {
     "chunks_bfloat16": ((64, 2, 130), *FULL, BF16, STEPS),
     "chunks_float16": ((70, 17), *FULL, F16, STEPS | {"dt_max": 0.5}),
     "fresh_bfloat16": ((64, 2, 130), *FULL, BF16, STEPS | FRESH),
+    **{
+        f"constant_steps_{label}": (lengths, 2, 2, 128, 128, BF16, {"constant": True, **more})
+        for label, lengths, more in (
+            ("of_a_step", ONES, {}),
+            ("by_chunks", (3, 70), {}),
+            ("kept", (8, 4), {"R": 16, "accepted": ((3, 5), (9, 8))}),
+        )
+    },
     "short_steps": ((100,), *FULL, BF16, STEPS, {"longer": -20.0}),
     "long_steps": ((100,), *FULL, BF16, STEPS, {"longer": 20.0}),
     "between_bfloat16": ((70, 3), 1, 2, 40, 72, BF16, STEPS),
@@ -163,17 +171,20 @@ def _steps(
     longer: float = 0.0,
     apart: bool = False,
     dt_dtype: torch.dtype | None = None,
+    constant: bool = False,
 ) -> Given:
-    """longer: what is added to `dt`. apart: `c` has other strides than `b`."""
+    """longer: what is added to `dt`. apart: `c` has other strides than `b`. constant: as lightning
+    attention, whose steps are 1, one number for all tokens."""
     source, dtype, sizes = scene.source, scene.f.dtype, scene.sizes
-    for field in ("x", "dt", "b", "c"):
+    # One number stands in the place of all steps, those of padding among them.
+    for field in ("x", "b", "c") if constant else ("x", "dt", "b", "c"):
         scene.free[field] = scene.free["tokens"]
     dt = source.normal(sizes["T"], sizes["Hv"]) + longer
     if not scene.given.get("dt_softplus"):
         dt = dt.abs()
     c = source.normal(sizes["T"], sizes["Hk"], sizes["Dk"], dtype=dtype)
     made = {
-        "dt": dt.to(dt_dtype or dtype),
+        "dt": torch.ones(1, 1, dtype=dtype).expand_as(dt) if constant else dt.to(dt_dtype or dtype),
         "a": -source.normal(sizes["Hv"]).exp(),
         "c": _strided(c, apart),
     }

@@ -151,6 +151,10 @@ def mamba2_scan(
     and Dk the state size N. Head h has the b and the c of group `h // (Hv / Hk)`. Sums and states
     are float32.
 
+    Lightning attention (https://arxiv.org/abs/2401.04658), which is linear and forgets at one rate
+    a head, is the case of values, keys and queries as x, b and c, minus its slopes as a, and a dt
+    of 1. `torch.ones(1, 1).expand(T, Hv)` is such a dt.
+
     Args:
         x: `[T, Hv, Dv]`, float, the tokens of all requests one after the other.
         dt: `[T, Hv]`, of any float dtype.
