@@ -201,9 +201,9 @@ class KnownHead(Eagle3Head):
         if rows is not None:
             last, at = last[rows], at[rows]
         odds = self._odds[(at * STRIDE + last) % NUMBERS]
-        known = self._known[last]
-        found = torch.where(odds < self.right, known, last)
-        for words, lift in ((known, -LIFT), (found, LIFT)):
+        right = self._known[last]
+        found = torch.where(odds < self.right, right, last)
+        for words, lift in ((right, -LIFT), (found, LIFT)):
             logits.scatter_(-1, self._words[words][:, None], lift)
         return logits, hidden
 

@@ -39,7 +39,7 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
         generation.custom = kwargs.get("custom_generate") is not None
         result: Any = None
         if paged is not None and paged.decode.mode != "hf":
-            kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs)
+            kwargs = paged.loop.kwargs(paged.decoder, paged.begin_anew, method.owner, args, kwargs)
         chosen = paged is not None and paged.chosen
         try:
             result = method.original(*args, **kwargs)

@@ -130,7 +130,7 @@ class PagedMode:
             self.decode = checked(decode, owner, device, self.states, self.latents)
         self._decoder: Decoder | None = None
         self._forward: Method | None = None
-        self.loop = Loop(decode.speculate, decode.pack, self.begin_anew)
+        self.loop = Loop(decode.speculate, decode.pack)
         self.early = EarlyPrompts()
         self.packed: Packed | None = None
         self._changes: list[Method | RemovableHandle] = []

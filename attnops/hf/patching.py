@@ -38,8 +38,8 @@ from attnops.hf.models.routers import Routers
 from attnops.hf.models.rows import Rows
 from attnops.hf.page_model import PagedMode
 from attnops.hf.report import UNSETTLED, Report, Took, attending, notes_of, said, switch
+from attnops.hf.steps import mtp
 from attnops.hf.steps.decode import Decoder
-from attnops.hf.steps.mtp import OPTION as MTP
 from attnops.hf.steps.options import Decode
 from attnops.hf.steps.reasons import callers_choice
 from attnops.hf.steps.speculate import Speculate, resolved
@@ -178,7 +178,7 @@ class Patched(Handle):
         where `speculate=` named none. Raises PatchError."""
         with PATCHING:
             if self._ahead is None:
-                ahead = resolved(MTP, self._owner)
+                ahead = resolved(mtp.OPTION, self._owner)
                 for part in self._parts:
                     part.undo()
                 self._ahead, self._parts = ahead, _parts_of(self.model, ahead)
@@ -193,6 +193,8 @@ class Patched(Handle):
         take_back(self._owner, MARK, self)
         for part in self._parts:
             part.undo()
+        if self._ahead is not None:
+            mtp.take_back(self._ahead)
         if self._paged is not None:
             self._paged.undo()
         for each in self._watching:

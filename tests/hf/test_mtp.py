@@ -93,6 +93,7 @@ def check(model, layer, given, want, proposed, skipped=0):
 
 
 @pytest.mark.sweep(2)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_layer_drafts(kind, proposed, tmp_path):
     """From prompts with padding and from rounds whose rows accept different numbers: what it would
@@ -267,17 +268,20 @@ def test_a_module_drafts_in_a_chat(proposed):
 
 
 def test_what_patch_takes_over_in_a_layer(tmp_path):
-    """As in the model, until unpatch(): experts, routers and rows."""
-    model = target()
+    """As in the model, until unpatch(): experts, routers and rows. So are rotation and latents."""
+    model = target("deepseek_v3")
     layer = layer_of(model)
     before = [type(each) for each in layer.layer.modules()]
     handle = attnops.patch(model, speculate=layer)
     taken = [type(each) for each in layer.layer.modules()]
     assert is_taken(layer.layer.mlp.experts) and taken != before
-    assert layer.layer.self_attn.config is model.config
+    attention = layer.layer.self_attn
+    assert attention.config is model.config and layer.rotary_emb is model.model.rotary_emb
+    assert "expand_kv" in vars(attention)
     assert attnops.patch(model, speculate=layer) is handle
     handle.unpatch()
     assert not is_taken(layer.layer.mlp.experts)
+    assert layer.rotary_emb is None and "expand_kv" not in vars(attention)
     assert [type(each) for each in layer.layer.modules()] == before
 
 

@@ -354,7 +354,7 @@ def _over_pages(step: _Step, kernel: str | None) -> Tensor:
         now.page_table,
         now.seq_lens,
         now.cu_seqlens_q,
-        max_seqlen_q=now.max_seqlen_q,
+        max_seqlen_q=1 if step.view.apart else step.query.shape[1],
         plan=now.plan,
         workspace=now.workspace,
         padded=False,

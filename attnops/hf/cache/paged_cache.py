@@ -67,7 +67,7 @@ class Step(NamedTuple):
     one_launch: as `ModelPages.one_launch`, of a step of one token; else empty.
     planners: as in `StepPlans`; empty where no layer reads a plan.
     meanwhile: as `ModelPages.meanwhile`; empty where layers choose their kernels.
-    masks: of a step that verifies a tree; else None.
+    masks: of a step that verifies a tree; else None. apart: is each token a request of its own?
     """
 
     batch: PagedBatch
@@ -77,6 +77,7 @@ class Step(NamedTuple):
     planners: tuple[Planner | None, ...] = ()
     meanwhile: tuple[Meanwhile, ...] = ()
     masks: Masks | None = None
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class View(OfStates):
     meanwhile: the kernels that this step takes; None: they are chosen.
     tree: what the step's nodes see; None: it has no tree.
     states: those of the layer, of the requests of `batch`; None for a layer without.
+    apart: is each token a request of its own?
     """
 
     pages: tuple[Tensor, ...]
@@ -105,6 +107,7 @@ class View(OfStates):
     meanwhile: Meanwhile | None = None
     tree: Tree | None = None
     states: States | None = None
+    apart: bool = False
     last_layer: ClassVar[int | None] = None
     """The step notes the writes in the cache when its layers return."""
 
@@ -441,7 +444,7 @@ class PagedModelCache(Cache):
         one_launch = bool(step.one_launch) and step.one_launch[number]
         own = pages.layers[number]
         return View(
-            own if step.masks is not None or self.state.parents is None else single(own),
+            single(own) if step.apart and self.state.parents is not None else own,
             pages.windows[table],
             batch,
             past,
@@ -449,6 +452,7 @@ class PagedModelCache(Cache):
             one_launch=one_launch,
             meanwhile=step.meanwhile[number] if step.meanwhile else None,
             tree=None if step.masks is None else tree_of(pages, step.masks, number),
+            apart=step.apart,
         )
 
     def step_of(self, layer: int, start: Tensor, count: int, heads: int) -> Step:
@@ -499,7 +503,7 @@ class PagedModelCache(Cache):
         plans = None if by_hand or (fresh and count > 1) else pages.plans()
         in_graph = state.start is not None and count == 1
         planned = in_graph and plans is not None and plans.whole
-        batch, masks = self._described(before, count, heads, planned)
+        batch, masks, is_apart = self._described(before, count, heads, planned)
         past = windows_before(pages, before, long=not fresh and count > pages.sizes.drafts)
         planners = () if plans is None else _planned(plans, state, before, count, batch)
         # A run on fake tensors, as of `explain`, stores no token.
@@ -507,20 +511,20 @@ class PagedModelCache(Cache):
             pages.advance(start if real is None else torch.where(real, start, EMPTY), count)
             state.filled, state.unfinished = True, count
         meanwhile = () if by_hand else self._meanwhile(before)
-        one_launch = self._one_launch(meanwhile) if batch.max_seqlen_q == 1 else ()
-        return Step(batch, past, fresh, one_launch, planners, meanwhile, masks)
+        one_launch = self._one_launch(meanwhile) if count == 1 or is_apart else ()
+        return Step(batch, past, fresh, one_launch, planners, meanwhile, masks, is_apart)
 
     def _described(
         self, before: Tensor, count: int, heads: int, planned: bool
-    ) -> tuple[PagedBatch, Masks | None]:
-        """The batch of a step, and the masks of a tree. Under a deterministic policy a step that
-        verifies gives each token the bits of a step of its own, and needs no masks."""
+    ) -> tuple[PagedBatch, Masks | None, bool]:
+        """The batch of a step, the masks of a tree, and is each token a request of its own? So it
+        is in a step that verifies under a deterministic policy, which needs no masks."""
         state = self.state
         pages, real, parents = state.pages, state.real, state.parents
         if state.verified is not None and count > 1 and _ACTIVE.deterministic:
-            return apart(pages, before, real, count, parents), None
+            return apart(pages, before, real, count, parents), None, True
         batch = described(pages, before, real, count, heads, planned)
-        return batch, None if parents is None else tree_masks(pages, batch, parents)
+        return batch, None if parents is None else tree_masks(pages, batch, parents), False
 
     def _meanwhile(self, before: Tensor) -> tuple[Meanwhile, ...]:
         """As `ModelPages.meanwhile` where the step waits for graphs; else empty. So in a trace,

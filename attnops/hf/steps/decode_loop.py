@@ -46,15 +46,13 @@ class Loop:
     """The loop of one model.
 
     speculate: what drafts, where a call does not say, see `patch`. pack: of a head, as `Decode` has
-    it. anew: forgets the graphs of the model, where another head reads its states from now on.
+    it.
 
     head: the draft head that reads them.
     """
 
-    def __init__(
-        self, speculate: Any = None, pack: bool = True, anew: Callable[[], None] | None = None
-    ) -> None:
-        self._drafts, self._pack, self._anew = plan_of(speculate), pack, anew
+    def __init__(self, speculate: Any = None, pack: bool = True) -> None:
+        self._drafts, self._pack = plan_of(speculate), pack
         self._packed: dict[nn.Module, Packed] = {}
         self.head: Head | None = None if self._drafts is None else self._drafts.form.head
         self._pack_head()
@@ -94,25 +92,24 @@ class Loop:
             module = self.head.module
             self._packed[module] = self._packed.get(module) or pack_linears(module)
 
-    def _let_read(self, head: Head | None) -> None:
-        """Let a head read the states of the model, which graphs return for one head at a time."""
-        if head is None or head == self.head:
-            return
+    def _let_read(self, head: Head, anew: Callable[[], None]) -> None:
+        """Let another head read the states of the model. anew: as of `kwargs`."""
         self.head = head
         self._pack_head()
-        if self._anew is not None:
-            self._anew()
+        anew()
 
     def kwargs(
         self,
         decoder: Callable[[], Decoder],
+        anew: Callable[[], None],
         owner: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> dict[str, Any]:
         """The arguments with which `generate()` of the model runs in this loop, where it may.
 
-        decoder: returns the graphs of the model's steps.
+        decoder: returns the graphs of the model's steps. anew: forgets them, as they return the
+        states that one head reads.
         """
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
@@ -125,7 +122,9 @@ class Loop:
                 _note_rounds(f"attnops drafted nothing: {why}")
             return kwargs
         if plan is not None:
-            self._let_read(plan.form.head)
+            head = plan.form.head
+            if head is not None and head != self.head:
+                self._let_read(head, anew)
         sample, streamer = self._sample, kwargs.get("streamer")
         if plan is not None and (running := running_generation()) is not None:
             running.drafts = plan.form.depths[-1]

@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 
-from attnops.adapters.replicas import place
+from attnops.adapters.replicas import place, take_back as take_out
 from attnops.cache.batch import PagedBatch
 from attnops.core.errors import InvalidInput, PatchError, fail, one_line
 from attnops.core.problem import Problem
@@ -131,6 +131,13 @@ def lend(module: MTPLayer, owner: Any) -> None:
     attention: Any = module.layer.self_attn
     if is_latent(attention) and "expand_kv" not in vars(attention):
         place(attention, "expand_kv", partial(let_through, attention))
+
+
+def take_back(module: MTPLayer) -> None:
+    """Take the rotation back, and the method that keeps the layer alive until a collection."""
+    attention: Any = module.layer.self_attn
+    module.rotary_emb = None
+    take_out(attention, "expand_kv", vars(attention).get("expand_kv"))
 
 
 def loaded(owner: Any, held: Any) -> MTPLayer:
