@@ -12,14 +12,13 @@ import torch
 import attnops
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import tiny
-from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import prompt, round_graph, rounds
 from attnops.hf.steps.speculate import plan_of
 from attnops.nn import DFlashHead
 from tests.dflash import published
 from tests.hf.blocks import BLOCK, IDS, draft_of, words
 from tests.hf.decoding import auto
-from tests.hf.drafting import asked, patched, right, worth
+from tests.hf.drafting import asked, next_turn, patched, right, worth
 
 
 def states_of(model, text):
@@ -117,20 +116,9 @@ def test_a_draft_that_is_seldom_right(proposed, monkeypatch):
 
 def test_a_draft_that_has_not_read_the_turns_before(proposed):
     model = tiny.model("llama", **DEEP)
-    ours, draft = copy.deepcopy(model), draft_of(model)
-    how = auto(compile_after=None)
-    handle = attnops.patch(ours, cache="paged", decode=how, speculate=draft)
-    given = {**asked(1), "max_new_tokens": 8, "return_dict_in_generate": True}
-    want, got = model.generate(**given), ours.generate(**given, **named(handle.new_cache(1, 64)))
-    turn = torch.cat([want.sequences, torch.tensor([[7, 8, 9]])], 1)
-    more = {**given, "input_ids": turn, "attention_mask": torch.ones_like(turn)}
-    again = model.generate(**more, **named(cache_of(want))).sequences
-    proposed.clear()
-    assert torch.equal(ours.generate(**more, **named(cache_of(got))).sequences, again)
-    assert worth(handle) >= 1
-    # The cache lacks the last token of a turn.
-    drafted = partial(drafts_of, model, draft, skipped=want.sequences.shape[1] - 1)
-    right(drafted, more, again, proposed)
+    draft = draft_of(model)
+    given, want, skipped = next_turn(model, draft, proposed)
+    right(partial(drafts_of, model, draft, skipped=skipped), given, want, proposed)
 
 
 def test_what_a_draft_reads_is_replaced(proposed):

@@ -15,7 +15,6 @@ import torch
 import attnops
 from attnops.core.errors import PatchError
 from attnops.hf import tiny
-from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import hidden, prompt, round_graph, rounds
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.hidden import Read
@@ -23,7 +22,7 @@ from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds
 from attnops.hf.steps.waiting import Waiting
 from tests.hf.decoding import auto
-from tests.hf.drafting import asked, head_of, right, words_of, worth
+from tests.hf.drafting import asked, head_of, next_turn, patched, right, words_of, worth
 
 
 @torch.no_grad()
@@ -41,11 +40,6 @@ def chain(model, head, text, drafts, skipped=0):
             [hidden if hidden.shape[-1] == states.shape[-1] else head.fc(hidden), states[0, -1:]]
         )
     return torch.cat(found)
-
-
-def patched(model, head):
-    ours = copy.deepcopy(model)
-    return ours, attnops.patch(ours, decode=auto(compile_after=None), speculate=head)
 
 
 def check(model, head, given, want, proposed, skipped=0):
@@ -178,21 +172,10 @@ def test_a_prompt_in_chunks(proposed, monkeypatch):
 
 
 def test_a_head_that_has_not_read_the_turns_before(proposed):
-    """It reads the tokens of a call, from wherever the cache of the caller ends."""
     model = tiny.model("llama", num_hidden_layers=4)
-    ours, head = copy.deepcopy(model), head_of(model)
-    how = auto(compile_after=None)
-    handle = attnops.patch(ours, cache="paged", decode=how, speculate=head)
-    given = {**asked(1), "max_new_tokens": 8, "return_dict_in_generate": True}
-    want, got = model.generate(**given), ours.generate(**given, **named(handle.new_cache(1, 64)))
-    turn = torch.cat([want.sequences, torch.tensor([[7, 8, 9]])], 1)
-    more = {**given, "input_ids": turn, "attention_mask": torch.ones_like(turn)}
-    again = model.generate(**more, **named(cache_of(want)))
-    proposed.clear()
-    assert torch.equal(ours.generate(**more, **named(cache_of(got))).sequences, again.sequences)
-    assert worth(handle) >= 1
-    # The cache lacks the last token of a turn.
-    check(model, head, more, again.sequences, proposed, skipped=want.sequences.shape[1] - 1)
+    head = head_of(model)
+    given, want, skipped = next_turn(model, head, proposed)
+    check(model, head, given, want, proposed, skipped)
 
 
 def test_states_of_a_prompt_that_runs_again(monkeypatch):
