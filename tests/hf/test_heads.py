@@ -21,8 +21,10 @@ from attnops.hf.steps.hidden import Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds
 from attnops.hf.steps.waiting import Waiting
+from tests.hf.blocks import draft_of
 from tests.hf.decoding import auto
 from tests.hf.drafting import asked, head_of, next_turn, patched, right, words_of, worth
+from tests.hf.layers_ahead import layer_of
 
 
 @torch.no_grad()
@@ -87,16 +89,37 @@ def test_states_of_a_prompt_are_freed(monkeypatch):
     assert len(made) == 3 and len(kept) > 3 and not any(each is not None for each in kept)
 
 
-def test_autocast():
+HEADS = {"Eagle3Head": head_of, "DFlashHead": draft_of, "MTPLayer": layer_of}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_autocast(kind):
     """A head computes in its own dtype."""
     model = tiny.model("llama", num_hidden_layers=4)
-    ours, handle = patched(model, head_of(model))
+    ours, handle = patched(model, HEADS[kind](model))
     plain, _ = patched(model, None)
     given = {**asked(1), "max_new_tokens": 8}
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(ours.generate(**given), plain.generate(**given))
         assert worth(handle) >= 1
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_model_whose_dtype_has_changed(kind):
+    """The head stays as it is, and drafts again where the model is like it."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, handle = patched(model, HEADS[kind](model))
+    plain, _ = patched(model, None)
+    given = {**asked(1), "max_new_tokens": 4}
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        got, want = (each.to(dtype).generate(**given) for each in (ours, plain))
+        assert torch.equal(got, want)
+        if dtype is torch.float32:
+            assert worth(handle) >= 1
+        else:
+            told = "nothing was drafted: it is torch.float32 on cpu, and LlamaForCausalLM torch.bf"
+            assert handle.took.rounds.startswith(told)
 
 
 def test_no_other_thread_looks_at_layers_that_are_read(monkeypatch):
