@@ -38,10 +38,10 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     with growing(method.owner) as generation, _early(paged, generation, args, kwargs):
         generation.custom = kwargs.get("custom_generate") is not None
         result: Any = None
-        if paged is not None and paged.decode.mode != "hf":
-            kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs)
         chosen = paged is not None and paged.chosen
         try:
+            if paged is not None and paged.decode.mode != "hf":
+                kwargs = paged.loop.kwargs(paged.decoder, method.owner, args, kwargs)
             result = method.original(*args, **kwargs)
             if chosen and generation.why is None and not generation.custom:
                 not_fast.warn(method.owner, not_fast.PAGES, NO_CACHE)
@@ -51,6 +51,7 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
             raise
         finally:
             if paged is not None:
+                paged.loop.end(generation)
                 _take_back(paged, generation, result)
             rounds = generation.rounds
             if handle.decode.speculate is not None and not rounds:

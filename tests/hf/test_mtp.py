@@ -1,6 +1,7 @@
 """MTP layers in generate(): what they draft, and where they come from."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from attnops.hf.models.experts import is_taken
 from attnops.hf.steps.heads import weights_of
 from attnops.hf.steps.mtp import Mtp
 from attnops.hf.steps.waiting import Room, Waiting
-from tests.hf.decoding import auto
+from tests.hf.decoding import Streamer, auto
 from tests.hf.drafting import asked, head_of, next_turn, patched, right, worth
 from tests.hf.layers_ahead import layer_of, public, saved
 
@@ -155,6 +156,27 @@ def test_use_mtp_beside_another_head(proposed, tmp_path):
         assert worth(handle) >= 1
         if more:
             check(model, layer, given, want, proposed)
+
+
+def test_heads_of_calls_that_run_at_once(tmp_path):
+    """Graphs stay as they are while a call has them."""
+    model, beside = target("qwen3_5"), []
+    saved(model, tmp_path, public(model, layer_of(model)))
+    ours, handle = patched(model, head_of(model))
+    given = {**asked(1), "max_new_tokens": 4}
+    want = model.generate(**given)
+
+    class Other(Streamer):
+        def put(self, value):
+            if not beside:
+                with ThreadPoolExecutor(1) as pool:
+                    found = pool.submit(ours.generate, **given, use_mtp=True).result()
+                beside.append((found, handle.took.rounds))
+
+    assert torch.equal(ours.generate(**given, streamer=Other()), want) and worth(handle) >= 1
+    [(found, told)] = beside
+    assert torch.equal(found, want) and told.startswith("nothing was drafted: the steps of another")
+    assert torch.equal(ours.generate(**given, use_mtp=True), want) and worth(handle) >= 1
 
 
 def test_a_model_without_an_mtp_layer(tmp_path):
