@@ -13,6 +13,8 @@ import attnops
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import tiny
 from attnops.hf.steps import prompt, round_graph, rounds
+from attnops.hf.steps.choice_graphs import ChoiceGraphs
+from attnops.hf.steps.head_calls import Calls
 from attnops.hf.steps.speculate import plan_of
 from attnops.nn import DFlashHead
 from tests.dflash import published
@@ -119,6 +121,25 @@ def test_a_draft_that_has_not_read_the_turns_before(proposed):
     draft = draft_of(model)
     given, want, skipped = next_turn(model, draft, proposed)
     right(partial(drafts_of, model, draft, skipped=skipped), given, want, proposed)
+
+
+def test_no_slot_is_written_twice(monkeypatch):
+    """What lies behind the states of a text has the places of the block, and a GPU writes both at
+    once."""
+    model = tiny.model("llama", **DEEP)
+    own, written = Calls.__call__, []
+
+    def noted(calls, args, where):
+        slots = torch.cat([where["context"].slots, where["batch"].slots])
+        written.append(slots[slots >= 0].tolist() if type(slots) is torch.Tensor else [])
+        return own(calls, args, where)
+
+    monkeypatch.setattr(Calls, "__call__", noted)
+    monkeypatch.setattr(ChoiceGraphs, "capture", lambda *_: None)
+    ours, handle = patched(model, draft_of(model))
+    ours.generate(**asked(3), max_new_tokens=12)
+    assert worth(handle) >= 1 and sum(map(bool, written)) > 3
+    assert all(len(slots) == len({*slots}) for slots in written)
 
 
 def test_what_a_draft_reads_is_replaced(proposed):
