@@ -38,10 +38,11 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
     with growing(method.owner) as generation, _early(paged, generation, args, kwargs):
         generation.custom = kwargs.get("custom_generate") is not None
         result: Any = None
-        if paged is not None and paged.decode.mode != "hf":
-            kwargs = paged.loop.kwargs(paged.decoder, paged.begin_anew, method.owner, args, kwargs)
         chosen = paged is not None and paged.chosen
         try:
+            if paged is not None and paged.decode.mode != "hf":
+                owner, anew = method.owner, paged.begin_anew
+                kwargs = paged.loop.kwargs(paged.decoder, anew, owner, args, kwargs)
             result = method.original(*args, **kwargs)
             if chosen and generation.why is None and not generation.custom:
                 not_fast.warn(method.owner, not_fast.PAGES, NO_CACHE)
@@ -51,6 +52,7 @@ def generate(method: Method, *args: Any, **kwargs: Any) -> Any:
             raise
         finally:
             if paged is not None:
+                paged.loop.end(generation)
                 _take_back(paged, generation, result)
             rounds = generation.rounds
             if handle.decode.speculate is not None and not rounds:

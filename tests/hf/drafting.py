@@ -6,6 +6,7 @@ import torch
 
 import attnops
 from attnops.hf import tiny
+from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps.round_graph import Round
 from attnops.nn import Eagle3Head, Proposal
 from tests.hf.decoding import auto
@@ -28,6 +29,23 @@ def worth(handle):
     """Tokens of a row a round."""
     assert handle.took.rounds.startswith(f"{handle.took.tokens_a_round:.2f} tokens")
     return handle.took.tokens_a_round
+
+
+def next_turn(model, speculate, proposed):
+    """(The second call of a chat, the text that a head gave it, how many of its tokens the head has
+    not read): it reads the tokens of a call, from wherever the cache of the caller ends, which
+    lacks the last token of a turn."""
+    ours, how = copy.deepcopy(model), auto(compile_after=None)
+    handle = attnops.patch(ours, cache="paged", decode=how, speculate=speculate)
+    given = {**asked(1), "max_new_tokens": 8, "return_dict_in_generate": True}
+    want, got = model.generate(**given), ours.generate(**given, **named(handle.new_cache(1, 64)))
+    turn = torch.cat([want.sequences, torch.tensor([[7, 8, 9]])], 1)
+    more = {**given, "input_ids": turn, "attention_mask": torch.ones_like(turn)}
+    again = model.generate(**more, **named(cache_of(want))).sequences
+    proposed.clear()
+    assert torch.equal(ours.generate(**more, **named(cache_of(got))).sequences, again)
+    assert worth(handle) >= 1
+    return more, again, want.sequences.shape[1] - 1
 
 
 class Verified:

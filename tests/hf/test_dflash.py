@@ -12,14 +12,15 @@ import torch
 import attnops
 from attnops.core.errors import InvalidInput, PatchError
 from attnops.hf import tiny
-from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import prompt, round_graph, rounds
+from attnops.hf.steps.choice_graphs import ChoiceGraphs
+from attnops.hf.steps.head_calls import Calls
 from attnops.hf.steps.speculate import plan_of
 from attnops.nn import DFlashHead
 from tests.dflash import published
 from tests.hf.blocks import BLOCK, IDS, draft_of, words
 from tests.hf.decoding import auto
-from tests.hf.drafting import asked, patched, right, worth
+from tests.hf.drafting import asked, next_turn, patched, right, worth
 
 
 def states_of(model, text):
@@ -77,7 +78,6 @@ DEEP = {"num_hidden_layers": 4}
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_a_draft_proposes(kind, proposed):
     """From prompts with padding, in graphs and in the model's own layers, and from rounds whose
@@ -118,20 +118,28 @@ def test_a_draft_that_is_seldom_right(proposed, monkeypatch):
 
 def test_a_draft_that_has_not_read_the_turns_before(proposed):
     model = tiny.model("llama", **DEEP)
-    ours, draft = copy.deepcopy(model), draft_of(model)
-    how = auto(compile_after=None)
-    handle = attnops.patch(ours, cache="paged", decode=how, speculate=draft)
-    given = {**asked(1), "max_new_tokens": 8, "return_dict_in_generate": True}
-    want, got = model.generate(**given), ours.generate(**given, **named(handle.new_cache(1, 64)))
-    turn = torch.cat([want.sequences, torch.tensor([[7, 8, 9]])], 1)
-    more = {**given, "input_ids": turn, "attention_mask": torch.ones_like(turn)}
-    again = model.generate(**more, **named(cache_of(want))).sequences
-    proposed.clear()
-    assert torch.equal(ours.generate(**more, **named(cache_of(got))).sequences, again)
-    assert worth(handle) >= 1
-    # The cache lacks the last token of a turn.
-    drafted = partial(drafts_of, model, draft, skipped=want.sequences.shape[1] - 1)
-    right(drafted, more, again, proposed)
+    draft = draft_of(model)
+    given, want, skipped = next_turn(model, draft, proposed)
+    right(partial(drafts_of, model, draft, skipped=skipped), given, want, proposed)
+
+
+def test_no_slot_is_written_twice(monkeypatch):
+    """What lies behind the states of a text has the places of the block, and a GPU writes both at
+    once."""
+    model = tiny.model("llama", **DEEP)
+    own, written = Calls.__call__, []
+
+    def noted(calls, args, where):
+        slots = torch.cat([where["context"].slots, where["batch"].slots])
+        written.append(slots[slots >= 0].tolist() if type(slots) is torch.Tensor else [])
+        return own(calls, args, where)
+
+    monkeypatch.setattr(Calls, "__call__", noted)
+    monkeypatch.setattr(ChoiceGraphs, "capture", lambda *_: None)
+    ours, handle = patched(model, draft_of(model))
+    ours.generate(**asked(3), max_new_tokens=12)
+    assert worth(handle) >= 1 and sum(map(bool, written)) > 3
+    assert all(len(slots) == len({*slots}) for slots in written)
 
 
 def test_what_a_draft_reads_is_replaced(proposed):

@@ -113,7 +113,6 @@ TREES = [
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("kind", "shape", "more"), TREES)
 def test_what_a_head_drafts(kind, shape, more, proposed, always):
     """From prompts with padding, in graphs and in the model's own layers, and from rounds whose

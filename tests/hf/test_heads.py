@@ -15,15 +15,16 @@ import torch
 import attnops
 from attnops.core.errors import PatchError
 from attnops.hf import tiny
-from attnops.hf.cache.names import cache_of, named
 from attnops.hf.steps import hidden, prompt, round_graph, rounds
 from attnops.hf.steps.eagle import Eagle
 from attnops.hf.steps.hidden import Read
 from attnops.hf.steps.round_graph import Round
 from attnops.hf.steps.rounds import Rounds
 from attnops.hf.steps.waiting import Waiting
+from tests.hf.blocks import draft_of
 from tests.hf.decoding import auto
-from tests.hf.drafting import asked, head_of, right, words_of, worth
+from tests.hf.drafting import asked, head_of, next_turn, patched, right, words_of, worth
+from tests.hf.layers_ahead import layer_of
 
 
 @torch.no_grad()
@@ -41,11 +42,6 @@ def chain(model, head, text, drafts, skipped=0):
             [hidden if hidden.shape[-1] == states.shape[-1] else head.fc(hidden), states[0, -1:]]
         )
     return torch.cat(found)
-
-
-def patched(model, head):
-    ours = copy.deepcopy(model)
-    return ours, attnops.patch(ours, decode=auto(compile_after=None), speculate=head)
 
 
 def check(model, head, given, want, proposed, skipped=0):
@@ -93,16 +89,37 @@ def test_states_of_a_prompt_are_freed(monkeypatch):
     assert len(made) == 3 and len(kept) > 3 and not any(each is not None for each in kept)
 
 
-def test_autocast():
+HEADS = {"Eagle3Head": head_of, "DFlashHead": draft_of, "MTPLayer": layer_of}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_autocast(kind):
     """A head computes in its own dtype."""
     model = tiny.model("llama", num_hidden_layers=4)
-    ours, handle = patched(model, head_of(model))
+    ours, handle = patched(model, HEADS[kind](model))
     plain, _ = patched(model, None)
     given = {**asked(1), "max_new_tokens": 8}
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(ours.generate(**given), plain.generate(**given))
         assert worth(handle) >= 1
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_model_whose_dtype_has_changed(kind):
+    """The head stays as it is, and drafts again where the model is like it."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, handle = patched(model, HEADS[kind](model))
+    plain, _ = patched(model, None)
+    given = {**asked(1), "max_new_tokens": 4}
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        got, want = (each.to(dtype).generate(**given) for each in (ours, plain))
+        assert torch.equal(got, want)
+        if dtype is torch.float32:
+            assert worth(handle) >= 1
+        else:
+            told = "nothing was drafted: it is torch.float32 on cpu, and LlamaForCausalLM torch.bf"
+            assert handle.took.rounds.startswith(told)
 
 
 def test_no_other_thread_looks_at_layers_that_are_read(monkeypatch):
@@ -178,21 +195,10 @@ def test_a_prompt_in_chunks(proposed, monkeypatch):
 
 
 def test_a_head_that_has_not_read_the_turns_before(proposed):
-    """It reads the tokens of a call, from wherever the cache of the caller ends."""
     model = tiny.model("llama", num_hidden_layers=4)
-    ours, head = copy.deepcopy(model), head_of(model)
-    how = auto(compile_after=None)
-    handle = attnops.patch(ours, cache="paged", decode=how, speculate=head)
-    given = {**asked(1), "max_new_tokens": 8, "return_dict_in_generate": True}
-    want, got = model.generate(**given), ours.generate(**given, **named(handle.new_cache(1, 64)))
-    turn = torch.cat([want.sequences, torch.tensor([[7, 8, 9]])], 1)
-    more = {**given, "input_ids": turn, "attention_mask": torch.ones_like(turn)}
-    again = model.generate(**more, **named(cache_of(want)))
-    proposed.clear()
-    assert torch.equal(ours.generate(**more, **named(cache_of(got))).sequences, again.sequences)
-    assert worth(handle) >= 1
-    # The cache lacks the last token of a turn.
-    check(model, head, more, again.sequences, proposed, skipped=want.sequences.shape[1] - 1)
+    head = head_of(model)
+    given, want, skipped = next_turn(model, head, proposed)
+    check(model, head, given, want, proposed, skipped)
 
 
 def test_states_of_a_prompt_that_runs_again(monkeypatch):

@@ -18,6 +18,7 @@ from attnops.hf.steps.decode import Decoder
 from tests.hf.blocks import draft_of
 from tests.hf.decoding import asked, first, generated
 from tests.hf.drafting import asked as drafted, head_of, patched
+from tests.hf.layers_ahead import layer_of
 from tests.ops.test_ahead import tell_ahead
 
 OPS = ("decode_attention", "paged_attention", "rotate_and_write_kv", "write_kv", "attention")
@@ -103,6 +104,7 @@ HEADS = {
     "Eagle3Head": (head_of, 6),
     # After steps of one, four and six tokens, and after rounds without drafts.
     "DFlashHead": (draft_of, 4),
+    "MTPLayer": (layer_of, 6),
 }
 
 

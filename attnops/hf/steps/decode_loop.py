@@ -7,6 +7,7 @@ for the host. Of the one step too many the cache forgets its tokens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from attnops.graphs.cuda_graphs import CudaGraphs, Device
 from attnops.hf import not_fast
 from attnops.hf.cache.names import cache_in, named
-from attnops.hf.generation import running_generation
+from attnops.hf.generation import Generation, running_generation
 from attnops.hf.private import changed
 from attnops.hf.steps.around import flags
 from attnops.hf.steps.calls import StepInputs
@@ -41,6 +42,9 @@ _MOST = 4
 _MOST_BYTES = 2**28
 _MOST_SMALL = 64
 
+_HEADS = threading.Lock()
+"""For the heads and the calls of loops."""
+
 
 class Loop:
     """The loop of one model.
@@ -56,6 +60,7 @@ class Loop:
         self._packed: dict[nn.Module, Packed] = {}
         self.head: Head | None = None if self._drafts is None else self._drafts.form.head
         self._pack_head()
+        self._calls = set[Generation | None]()  # that run
         self._idle: list[Tail | Round] = []  # the last used one last
         self._begun: Round | None = None  # its kernels are being compiled
         self._device: Device | None = None
@@ -66,7 +71,8 @@ class Loop:
         return None if self.head is None else partial(self.head.sources, owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_idle": [], "_begun": None, "_device": None}
+        lost: dict[str, Any] = {"_calls": set(), "_idle": [], "_begun": None, "_device": None}
+        return {**self.__dict__, **lost}
 
     @property
     def nbytes(self) -> int:
@@ -92,11 +98,18 @@ class Loop:
             module = self.head.module
             self._packed[module] = self._packed.get(module) or pack_linears(module)
 
-    def _let_read(self, head: Head, anew: Callable[[], None]) -> None:
-        """Let another head read the states of the model. anew: as of `kwargs`."""
-        self.head = head
-        self._pack_head()
-        anew()
+    def _let_read(self, head: Head | None, anew: Callable[[], None]) -> bool:
+        """Let a head read the states of the model, which graphs return for one head at a time.
+        anew: as of `kwargs`. False: another call runs, which has the present graphs."""
+        with _HEADS:
+            if head is None or head == self.head:
+                return True
+            if len(self._calls) > 1:
+                return False
+            self.head = head
+            self._pack_head()
+            anew()
+            return True
 
     def kwargs(
         self,
@@ -109,8 +122,10 @@ class Loop:
         """The arguments with which `generate()` of the model runs in this loop, where it may.
 
         decoder: returns the graphs of the model's steps. anew: forgets them, as they return the
-        states that one head reads.
+        states that one head reads. `end` follows the call.
         """
+        with _HEADS:
+            self._calls.add(running_generation())
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
         drafted = drafting(owner, args, kwargs, self._drafts)
@@ -121,10 +136,9 @@ class Loop:
             if plan is not None:
                 _note_rounds(f"attnops drafted nothing: {why}")
             return kwargs
-        if plan is not None:
-            head = plan.form.head
-            if head is not None and head != self.head:
-                self._let_read(head, anew)
+        if plan is not None and not self._let_read(plan.form.head, anew):
+            plan = None
+            _note_rounds("nothing was drafted: the steps of another call have no states for it")
         sample, streamer = self._sample, kwargs.get("streamer")
         if plan is not None and (running := running_generation()) is not None:
             running.drafts = plan.form.depths[-1]
@@ -151,6 +165,11 @@ class Loop:
             return sample(asked, decoder(), plan)
 
         return {**drafted.arguments(), "custom_generate": decode}
+
+    def end(self, generation: Generation) -> None:
+        """After a call."""
+        with _HEADS:
+            self._calls.discard(generation)
 
     def _sample(self, asked: Asked, decoder: Decoder, plan: Plan | None) -> Any:
         if not (why := next(why_not_plain(asked, decoder), "")):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from attnops.cache.batch import PagedBatch
 from attnops.core.problem import Problem
-from attnops.hf.cache.described import described
 from attnops.hf.steps.graphed_steps import Passes
 from attnops.hf.steps.head_calls import Calls
 from attnops.hf.steps.heads import Drafts, layers_of, weights_of, why_not
@@ -50,7 +49,7 @@ class DFlash:
         head = self.module
         if owner.get_output_embeddings() is None:
             return f"its logits are by the model's last linear, and {type(owner).__name__} has none"
-        return why_not(head, owner, head.vocab_size, head.hidden_size, head.states)
+        return why_not(head.fc.weight, owner, head.vocab_size, head.hidden_size, head.states)
 
     def weights(self, owner: Any) -> float:
         """It runs once a round, and so does the last linear of the target."""
@@ -72,7 +71,6 @@ class Blocks:
         self.waiting = Waiting(room, head.width, head.layers, weight.device, weight.dtype)
         keys, values = zip(*self.waiting.pages.layers, strict=True)
         self._pages = {"k_pages": keys, "v_pages": values}
-        self._heads = head.layers[0].q_heads
 
     def read(self, tokens: Tensor, states: Tensor, batch: PagedBatch) -> None:
         """As `Drafts.read`. A pair's state is that of its own position, so that keys and values
@@ -89,11 +87,10 @@ class Blocks:
         # What is behind the text would lie where the block does.
         is_text = context.positions.view(len(length), -1) < length[:, None]
         slots = torch.where(is_text.flatten(), context.slots, -1)
-        size, pages = self._module.block_size, waiting.pages
         where = {
             "embeddings": self._embed.weight,
             "context": replace(context, slots=slots),
-            "batch": described(pages, length, None, size, self._heads),
+            "batch": waiting.behind(length, self._module.block_size),
             **self._pages,
         }
         hidden = self._calls((tokens[last], states), where)

@@ -56,13 +56,13 @@ class Eagle:
 
     def against(self, owner: Any) -> str:
         head, width = self.module, owner.get_input_embeddings().weight.shape[1]
-        states = self._states(owner)
-        if why := why_not(head, owner, head.vocab_size, head.target_hidden_size, states):
+        words, states = head.draft_vocab_size, self._states(owner)
+        sizes = head.vocab_size, head.target_hidden_size
+        if why := why_not(head.fc.weight, owner, *sizes, states):
             return why
         if head.embed_tokens is None and head.hidden_size != width:
             want, model = f"{head.hidden_size} numbers", type(owner).__name__
             return f"it has no embeddings, and wants {want} of a token where {model} has {width}"
-        words = head.draft_vocab_size
         if self.tree is not None and self.tree.top_k > words:
             return f"its trees take the {self.tree.top_k} likeliest of {words} words; want no more"
         return ""

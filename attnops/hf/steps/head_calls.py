@@ -51,17 +51,22 @@ class Calls:
 
 
 def _real(call: Call) -> Call:
-    """The arguments with tensors of the forms of fake ones, which share memory as these do."""
-    memory = dict[int, Tensor]()
+    """The arguments with tensors of the forms of fake ones, which share memory as these do. A
+    tensor that two arguments have stays one: kinds of layers tell it from two views."""
+    memory, made = dict[int, Tensor](), dict[int, Tensor]()
 
     def real(x: Any) -> Any:
         if not isinstance(x, FakeTensor):
             return x
+        if id(x) in made:
+            return made[id(x)]
         held = x.untyped_storage()
         if held._cdata not in memory:
             numbers = held.nbytes() // x.itemsize
             memory[held._cdata] = torch.zeros(numbers, dtype=x.dtype, device=x.device)
-        return memory[held._cdata].as_strided(x.shape, x.stride(), x.storage_offset())
+        own = memory[held._cdata].as_strided(x.shape, x.stride(), x.storage_offset())
+        made[id(x)] = own
+        return own
 
     found: Call = mapped(call, real)
     return found

@@ -126,25 +126,30 @@ def layers_of(owner: Any, states: Sequence[int]) -> tuple[nn.Module, ...]:
     return tuple(layers[n - 1] if n else owner.get_input_embeddings() for n in states)
 
 
-def why_not(module: nn.Module, owner: Any, words: int, width: int, states: Sequence[int]) -> str:
+def why_not(
+    weight: Tensor, owner: Any, words: int, width: int, states: Sequence[int] | None = None
+) -> str:
     """Why a head is not one of a model; "" where it is.
 
-    words: of its vocabulary. width: numbers of a token in each of the states that it reads. states:
-    their numbers in `hidden_states`.
+    weight: of one of its linears. words: of its vocabulary. width: numbers of a token in each of
+    the states that it reads. states: their numbers in `hidden_states`; None: they are behind the
+    last norm.
     """
     embed = owner.get_input_embeddings().weight
     layers = owner.config.get_text_config().num_hidden_layers
-    weight, model = next(module.parameters()), type(owner).__name__
+    model = type(owner).__name__
     if words != embed.shape[0]:
         return f"it has {words} words and {model} has {embed.shape[0]}; want as many"
     if width != embed.shape[1]:
         return f"it reads states of {width} numbers, and those of {model} have {embed.shape[1]}"
-    if not isinstance(getattr(owner.get_decoder(), "layers", None), nn.ModuleList):
-        got = "it reads states of decoder layers"
-        return f"{got}, and {model} has no list of them named layers"
     if (weight.device, weight.dtype) != (embed.device, embed.dtype):
         ours, theirs = (f"{t.dtype} on {t.device}" for t in (weight, embed))
         return f"it is {ours}, and {model} {theirs}; want the same"
+    if states is None:
+        return ""
+    if not isinstance(getattr(owner.get_decoder(), "layers", None), nn.ModuleList):
+        got = "it reads states of decoder layers"
+        return f"{got}, and {model} has no list of them named layers"
     if not all(0 <= number < layers for number in states):
         return f"it reads the states {tuple(states)}, and {model} has {layers} layers"
     return ""

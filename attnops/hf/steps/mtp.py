@@ -26,7 +26,7 @@ from attnops.hf.models.latents import dims_of
 from attnops.hf.steps.chain import ChainDrafts
 from attnops.hf.steps.graphed_steps import Passes
 from attnops.hf.steps.head_calls import Call
-from attnops.hf.steps.heads import Around, Drafts, Steps, weights_of
+from attnops.hf.steps.heads import Around, Drafts, Steps, weights_of, why_not
 from attnops.hf.steps.waiting import Room
 from attnops.nn import MTPLayer
 from attnops.ops.pages.plan import latent_layers, paged_layers
@@ -74,20 +74,13 @@ class Mtp:
         return (owner.get_decoder().norm,)
 
     def against(self, owner: Any) -> str:
-        module, embed = self.module, owner.get_input_embeddings().weight
-        weight, model = module.eh_proj.weight, type(owner).__name__
+        module, model = self.module, type(owner).__name__
         sizes = module.vocab_size, module.hidden_size
-        if sizes != tuple(embed.shape):
-            got = f"it has {sizes[0]} words of {sizes[1]} numbers"
-            return f"{got}, and {model} has {embed.shape[0]} of {embed.shape[1]}"
-        if why := _why_none(owner):
+        if why := why_not(module.eh_proj.weight, owner, *sizes) or _why_none(owner):
             return why
         if type(module.layer) is not type(_like(owner)):
             name = type(module.layer).__name__
             return f"its layer is a {name}; want one of {model}'s own, with attention over keys"
-        if (weight.device, weight.dtype) != (embed.device, embed.dtype):
-            ours, theirs = (f"{t.dtype} on {t.device}" for t in (weight, embed))
-            return f"it is {ours}, and {model} {theirs}; want the same"
         return ""
 
     def arguments(

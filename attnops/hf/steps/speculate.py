@@ -63,6 +63,12 @@ class Plan(NamedTuple):
             return 0.0
         return read / max(1, weights_of(owner))
 
+    def against(self, owner: Any) -> str:
+        """Why a model as it is now has no such drafts; "" where it may have them."""
+        if self.form.head is not None:
+            return self.form.head.against(owner)
+        return "" if self.assistant is None else against_assistant(owner, self.assistant)
+
     @contextmanager
     def drafts(self, asked: Asked) -> Iterator[Draft | None]:
         """What proposes the tokens of this call, which has read its prompt; None: none does."""
@@ -233,8 +239,7 @@ def drafting(
         ngram = min(_asked(_NGRAM, kwargs, configs) or 2, LONGEST)
         return _without(kwargs, Plan(Form(_most(looked_up), ngram)))
     if assistant is None:
-        own = None if plan is None else plan.assistant
-        why = against_assistant(owner, own) if own is not None else ""
+        why = "" if plan is None else plan.against(owner)
         return Drafting(kwargs, None if why else plan, why and f"nothing was drafted: {why}")
     if why := against_assistant(owner, assistant):
         return Drafting(kwargs, None, f"transformers' own loop drafts: {why}")
@@ -247,8 +252,11 @@ def _by_layer(owner: Any, kwargs: dict[str, Any]) -> Drafting:
     """By the MTP layer of the model's checkpoint."""
     try:
         head = Mtp(vars(owner)[MARK]._layer_ahead())
+        why = head.against(owner)
     except PatchError as error:
-        return Drafting(kwargs, None, f"transformers' own loop drafts: {one_line(error)}")
+        why = one_line(error)
+    if why:
+        return Drafting(kwargs, None, f"transformers' own loop drafts: {why}")
     return _without({**kwargs, USE_MTP: False}, Plan(Form(head.num_drafts, 0, head)))
 
 

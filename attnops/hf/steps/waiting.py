@@ -165,7 +165,7 @@ class Waiting:
         states = self._states.view(rows, self._waiting, -1)[:, :new].flatten(0, 1)
         length = stored - self.base
         last = self._first[:, 0] * new + (length - self._held - 1).clamp(0, new - 1)
-        batch = described(self.pages, self._held, None, new, self._heads)
+        batch = self.behind(self._held, new)
         self._held.copy_(length)
         return Pairs(tokens.flatten(), states, batch, last)
 
@@ -175,5 +175,8 @@ class Waiting:
         before = stored - self.base
         if self.pages.plan_of is None:
             return self.pages.steps(before, count)
-        each = (before + n for n in range(count))
-        return tuple(described(self.pages, at, None, 1, self._heads) for at in each)
+        return tuple(self.behind(before + n, 1) for n in range(count))
+
+    def behind(self, before: Tensor, count: int) -> PagedBatch:
+        """The batch of so many tokens of each row. before: int64 `[B]`, the pairs before them."""
+        return described(self.pages, before, None, count, self._heads)
