@@ -46,6 +46,7 @@ nitpick_ignore = {
     ("py:class", "Kept"),
     ("py:class", "Mode"),
     ("py:class", "Speculate"),
+    ("py:class", "os.PathLike"),
     ("py:class", "Shared"),
     ("py:class", "Inner"),
     ("py:class", "fx.GraphModule"),

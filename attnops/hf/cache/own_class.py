@@ -57,5 +57,5 @@ def empty(own: Any, config: Any) -> DynamicCache:
     if own is None:
         return DynamicCache(config=config)
     made: DynamicCache = own()
-    made.layers = [DynamicLayer() for _ in range(config.num_hidden_layers)]
+    made.layers.extend(DynamicLayer() for _ in range(config.num_hidden_layers))
     return made

@@ -34,6 +34,11 @@ LOOKUP, ASSISTANT, USE_MTP = "prompt_lookup_num_tokens", "assistant_model", "use
 Speculate = Literal["lookup", "mtp"] | str | PathLike[str] | nn.Module | DraftTree | Draft | None
 """The option of `patch`. Another text than these is the folder of a draft head's checkpoint."""
 
+_WANT = (
+    "None, 'lookup', 'mtp', the folder of a draft head, an attnops.nn.Eagle3Head, DraftTree, "
+    "DFlashHead or MTPLayer, a transformers model that drafts, or an object with propose(state)"
+)
+
 MOST_DRAFTS = 63
 """Tokens that an object may draft for a row."""
 
@@ -114,19 +119,9 @@ def resolved(speculate: Any, owner: Any) -> Any:
     """
     if speculate is None or (isinstance(speculate, str) and speculate == "lookup"):
         return speculate
-    if isinstance(speculate, str) and speculate == MTP:
-        speculate = loaded(owner, _held_by(owner))
-    elif isinstance(speculate, (str, PathLike)) and Path(speculate).is_dir():
-        speculate = _head_in(str(speculate), owner)
-    if isinstance(speculate, DraftTree) and not isinstance(speculate.head, nn.Module):
-        speculate = replace(speculate, head=_head_in(str(speculate.head), owner))
-    want = (
-        "None, 'lookup', 'mtp', the folder of a draft head, an attnops.nn.Eagle3Head, DraftTree, "
-    )
-    want += "DFlashHead or MTPLayer, a transformers model that drafts, or an object with "
-    want += "propose(state)"
+    speculate = _loaded(speculate, owner)
     known = isinstance(speculate, (nn.Module, DraftTree)) or hasattr(speculate, "propose")
-    need(known, "speculate", repr(speculate), want)
+    need(known, "speculate", repr(speculate), _WANT)
     most = _num_drafts(speculate)
     want = f"1 to {MOST_DRAFTS} tokens that the object drafts for a row at most"
     whole = isinstance(most, int) and 1 <= most <= MOST_DRAFTS
@@ -141,6 +136,17 @@ def resolved(speculate: Any, owner: Any) -> Any:
     if isinstance(speculate, MTPLayer):
         lend(speculate, owner)
     return speculate
+
+
+def _loaded(speculate: Any, owner: Any) -> Any:
+    """The option, with a module in place of the checkpoint that it names. Raises PatchError."""
+    if isinstance(speculate, DraftTree) and not isinstance(speculate.head, nn.Module):
+        return replace(speculate, head=_head_in(str(speculate.head), owner))
+    if not isinstance(speculate, (str, PathLike)):
+        return speculate
+    if speculate == MTP:
+        return loaded(owner, _held_by(owner))
+    return _head_in(str(speculate), owner) if Path(speculate).is_dir() else speculate
 
 
 def _head_of(speculate: Any) -> Head | None:
