@@ -38,7 +38,8 @@ def test_rounds_beside_steps(graphs):
     for way, row in found.items():
         assert row["tokens_s"] == pytest.approx(2e6 / row["median_us"], rel=1e-3, abs=0.06)
         if way != "attnops":
-            assert row["decode"] == "breakable" and row["of_attnops"] > 0
+            # Of toys the prompt may take longer than the call.
+            assert row["decode"] == "breakable" and row["of_attnops"] != 0
             whole = row["round_us"] / found["attnops"]["median_us"]
             assert row["of_step"] == pytest.approx(whole, rel=1e-3)
     each = {way: row["tokens_a_round"] for way, row in found.items() if way != "attnops"}

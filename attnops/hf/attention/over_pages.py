@@ -219,13 +219,13 @@ def attend_keys(
     if not query.dtype == key.dtype == value.dtype == stored:  # under autocast
         query, key, value = query.to(stored), key.to(stored), value.to(stored)
     step = _Step(request, found, view, query, key, value)
-    new = key.flatten(0, 1), value.flatten(0, 1)
     if view.one_launch:
         if count > 1:  # the tokens see each other
-            write_kv(*new, k_pages, v_pages, view.batch.slots)
+            write_kv(key.flatten(0, 1), value.flatten(0, 1), k_pages, v_pages, view.batch.slots)
         out = _in_one_launch(step)
         _wrote(cache, layer)
         return out.view(batch, count, heads, out.shape[2]).to(request.query.dtype)
+    new = key.flatten(0, 1), value.flatten(0, 1)
     # Copied before the step overwrites the pages of the window.
     packed = behind = None
     if isinstance(view.past, Behind):
