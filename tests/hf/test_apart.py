@@ -28,7 +28,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("kind", "drafts", "kernel"), KINDS)
 def test_logits_are_those_of_plain_decoding(monkeypatch, small_pages, kind, drafts, kernel):
     """Of chains and trees, in batches whose rows keep different numbers of drafts. Windows whose

@@ -77,7 +77,7 @@ MODELS = {
 DEEP = {"num_hidden_layers": 4}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_a_draft_proposes(kind, proposed):
     """From prompts with padding, in graphs and in the model's own layers, and from rounds whose

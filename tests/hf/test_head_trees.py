@@ -112,7 +112,7 @@ TREES = [
 """Nodes, depth and top_k; and more of a call. A penalty counts the drafts before a token."""
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("kind", "shape", "more"), TREES)
 def test_what_a_head_drafts(kind, shape, more, proposed, always):
     """From prompts with padding, in graphs and in the model's own layers, and from rounds whose

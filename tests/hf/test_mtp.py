@@ -86,7 +86,7 @@ def check(model, layer, given, want, proposed, skipped=0):
     right(partial(chain, model, layer, skipped=skipped), given, want, proposed)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_layer_drafts(kind, proposed, tmp_path):
     """From prompts with padding and from rounds whose rows accept different numbers: what it would
