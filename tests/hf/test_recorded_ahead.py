@@ -123,6 +123,18 @@ def test_a_head_is_recorded_before_the_prompt(head, events):
     assert not set(OPS).intersection(events[events.index("step") :])
 
 
+def test_a_head_that_may_not_draft_is_recorded_once(events):
+    """A caller who keeps the cache of two rows gets no drafts in any call."""
+    model = tiny.model("llama", num_hidden_layers=4)
+    ours, handle = patched(model, head_of(model))
+    given = {**drafted(2), "max_new_tokens": 3, "return_dict_in_generate": True}
+    for again in (False, True):
+        events.clear()
+        ours.generate(**given)
+        assert "the caller keeps their cache" in handle.took.rounds
+        assert ("Eagle3Head" in events) is not again
+
+
 def test_a_call_of_one_token_records_no_step(events):
     with first() as pair:
         pair.same(2, 9, 1)

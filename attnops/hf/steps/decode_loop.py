@@ -31,6 +31,7 @@ from attnops.hf.steps.graphed_steps import passes_of
 from attnops.hf.steps.heads import Head, addresses
 from attnops.hf.steps.hidden import Modules, Read
 from attnops.hf.steps.round_graph import Round
+from attnops.hf.steps.round_kinds import Form
 from attnops.hf.steps.rounds import Rounds, why_no_rounds
 from attnops.hf.steps.sampler_graph import Choice, Tail
 from attnops.hf.steps.speculate import Plan, drafting, plan_of
@@ -52,7 +53,7 @@ class Loop:
     speculate: what drafts, where a call does not say, see `patch`. pack: of a head, as `Decode` has
     it.
 
-    head: the draft head that reads them.
+    head: the draft head to which graphs of the model return its states; None: they return none.
     """
 
     def __init__(self, speculate: Any = None, pack: bool = True) -> None:
@@ -60,9 +61,10 @@ class Loop:
         self._packed: dict[nn.Module, Packed] = {}
         self.head: Head | None = None if self._drafts is None else self._drafts.form.head
         self._pack_head()
-        self._calls = set[Generation | None]()  # that run
+        self._calls = set[Generation]()  # that run
         self._idle: list[Tail | Round] = []  # the last used one last
         self._begun: Round | None = None  # its kernels are being compiled
+        self._forms = set[Form]()  # of rounds that were begun
         self._device: Device | None = None
         self._place: torch.device | None = None  # of the tails
 
@@ -71,8 +73,8 @@ class Loop:
         return None if self.head is None else partial(self.head.sources, owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        lost: dict[str, Any] = {"_calls": set(), "_idle": [], "_begun": None, "_device": None}
-        return {**self.__dict__, **lost}
+        lost: dict[str, Any] = {"_calls": set(), "_idle": [], "_begun": None, "_forms": set()}
+        return {**self.__dict__, **lost, "_device": None}
 
     @property
     def nbytes(self) -> int:
@@ -124,8 +126,9 @@ class Loop:
         decoder: returns the graphs of the model's steps. anew: forgets them, as they return the
         states that one head reads. `end` follows the call.
         """
-        with _HEADS:
-            self._calls.add(running_generation())
+        if (running := running_generation()) is not None:
+            with _HEADS:
+                self._calls.add(running)
         if why := changed(*FOLLOWED):
             not_fast.warn(owner, not_fast.CHOICE, why)
         drafted = drafting(owner, args, kwargs, self._drafts)
@@ -140,7 +143,7 @@ class Loop:
             plan = None
             _note_rounds("nothing was drafted: the steps of another call have no states for it")
         sample, streamer = self._sample, kwargs.get("streamer")
-        if plan is not None and (running := running_generation()) is not None:
+        if plan is not None and running is not None:
             running.drafts = plan.form.depths[-1]
 
         # transformers looks `_sample` up on the class, where a method of one model has no place. It
@@ -220,9 +223,11 @@ class Loop:
                 self._put_back(tail)
 
     def _begin(self, asked: Asked, decoder: Decoder, plan: Plan) -> None:
-        """Have the kernels of the first rounds begin to be compiled before the prompt runs."""
-        if any(isinstance(tail, Round) and tail.form == plan.form for tail in self._idle):
+        """Have the kernels of the first rounds begin to be compiled before the prompt runs. Once a
+        form: a call may have a reason to draft nothing, and so may those after it."""
+        if plan.form in self._forms:
             return
+        self._forms.add(plan.form)
         cache, embed = cache_in(asked.given), asked.owner.get_input_embeddings()
         with suppress(Exception):  # the rounds raise it
             made = _round(_choice(asked, plan, embed.weight.shape[0]), asked, decoder)

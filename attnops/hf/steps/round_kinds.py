@@ -13,7 +13,7 @@ class Form(NamedTuple):
 
     drafts: tokens that are drafted at most. max_ngram: of the longest text that is looked up in the
     row's own; 0: others draft. head: a draft head that does. levels: tokens behind each other in
-    the trees that may be drafted; 0: none is. A head drafts trees alone then.
+    the trees that may be drafted; 0: chains alone are. A head with levels drafts trees alone.
     """
 
     drafts: int = 7
@@ -24,14 +24,13 @@ class Form(NamedTuple):
     @property
     def depths(self) -> tuple[int, ...]:
         """Tokens of a row that a round may verify. The first is known. The others are no drafts,
-        half of them, or all; of trees alone all."""
+        half of them, or all. A tree of a head is verified whole or not at all."""
         half = 1 + self.drafts if self.head and self.levels else 1 + (self.drafts + 1) // 2
         return tuple(sorted({1, half, 1 + self.drafts}))
 
     @property
     def verified(self) -> tuple[int, ...]:
-        """The steps that verify in every call: of trees alone, of chains alone, or none, for an
-        object drafts either."""
+        """The steps that every call may need. None for an object, which drafts chains or trees."""
         if not self.levels:
             return self.depths[1:]
         return tuple(map(Nodes, self.depths[1:])) if self.head else ()

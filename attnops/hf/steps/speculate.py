@@ -69,7 +69,7 @@ class Plan(NamedTuple):
         return read / max(1, weights_of(owner))
 
     def against(self, owner: Any) -> str:
-        """Why a model as it is now has no such drafts; "" where it may have them."""
+        """Why nothing drafts for the model as it is now; "" where something may."""
         if self.form.head is not None:
             return self.form.head.against(owner)
         return "" if self.assistant is None else against_assistant(owner, self.assistant)
